@@ -179,6 +179,7 @@ def test_ddp_measures_all_variants_and_compares_their_weights(
     assert "≥ 1.5× faster than PyTorch DDP" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fsdp_weighs_a_tiny_unit_and_counts_what_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +214,7 @@ def test_pipelines_are_compared_with_torchs_on_the_same_stages(
     assert "PyTorch 1F1B / it" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sleeping_stages_sleep_as_long_as_the_simulation_says() -> None:
     import sleeping_stages
 
@@ -337,6 +339,7 @@ def test_verdicts_are_counted_in_each_world_and_their_cost_is_added_up(tmp_path:
     assert len(result["bars"]) == 2 + 2 * 2
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     from ranks import run_to_end
 

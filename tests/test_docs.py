@@ -231,6 +231,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert problems == []
 
 
+@pytest.mark.slow
 def test_the_drawings_of_the_architecture_name_what_exists() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     assert unknown_in_drawings(text) == []

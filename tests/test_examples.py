@@ -106,6 +106,7 @@ def test_the_demo_learns_verifies_itself_and_leaves_its_report(tmp_path: Path, p
     assert pids == {0, 1}
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_trains_the_same_model(
     tmp_path: Path, prose: Path, example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_any_number_of_ranks_trains_the_same_model(
     assert len(ran["planned"]) == 2 * 3 * 4  # stages; F, I, W; microbatches
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_with_another_technique_from_its_checkpoint(
     tmp_path: Path, prose: Path, example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +312,8 @@ def test_a_sample_is_a_function_of_its_seed(example: Any) -> None:
     assert first == again != other
 
 
-@pytest.mark.parametrize("model", ["8b", pytest.param("405b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["8b", "405b"])
 def test_plans_of_a_llama_are_printed_with_the_reasons(
     model: str, example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name)
 
 
+@pytest.mark.slow
 def test_what_fails_and_what_hangs_is_noted_and_the_next_part_runs(
     gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

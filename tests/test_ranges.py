@@ -47,6 +47,7 @@ def test_a_rank_outside_the_group_has_no_shard(size, rank) -> None:
         shard_range(10, size, rank)
 
 
+@pytest.mark.slow
 @given(numel=st.integers(0, 10_000), size=st.integers(1, 64), align=st.integers(1, 100))
 def test_even_chunks_cover_the_buffer_once_and_begin_at_multiples(numel, size, align) -> None:
     chunks = even_chunks(numel, size, align)

@@ -35,6 +35,7 @@ def test_faults_have_names_of_their_own() -> None:
 HARMLESS = Fault(name="nothing", strike=lambda ticket, issue, sleep: issue(ticket), ends_in=None)
 
 
+@pytest.mark.slow
 def test_a_double_forwards_every_call_as_it_is() -> None:
     names = [
         name
@@ -99,6 +100,7 @@ def test_a_repeated_call_is_made_twice() -> None:
     assert run_faulty(main, 2, BY_NAME["repeats a call"], rank=1) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_late_at_every_call_from_the_chosen_one_on() -> None:
     with pytest.raises(CommTimeout, match=r"of 'step 1' .* for rank 1 in vain"):
         run_faulty(all_reduce_thrice, 2, slow(30), rank=1, at=1, timeout=4 * GRACE_S)

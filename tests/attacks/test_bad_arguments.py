@@ -139,6 +139,7 @@ def untyped_answers(world: ec.World) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_argument_of_a_call_is_refused_and_the_group_lives_on(kind: str) -> None:
     assert run_world(kind, untyped_answers, 2) == [[], []]

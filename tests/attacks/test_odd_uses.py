@@ -181,6 +181,7 @@ def test_an_exception_between_issue_and_wait_is_the_one_that_is_raised(kind) -> 
     assert info.value.__notes__ == ["raised on rank 1 of 3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_world_can_be_started_right_after_one_that_failed(kind) -> None:
     for _ in range(2):

@@ -123,12 +123,13 @@ def run_program(world: ec.World, seeds: tuple[int, ...], num_steps: int) -> None
             program.finish(program.whim.randrange(len(program.open)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_programs_of_simulated_ranks(ranks: int) -> None:
     run_world("threads", run_program, ranks, ((ranks, ranks + 10), 60))
 
 
-@pytest.mark.slow_for("5")
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_programs_of_processes(ranks: int) -> None:
     run_world("processes", run_program, ranks, ((ranks, ranks + 20), 60))

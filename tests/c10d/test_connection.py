@@ -36,6 +36,7 @@ def comes_again(world: ec.World) -> list[int]:
     return totals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_job_may_leave_its_group_and_make_it_again(kind: str) -> None:
     assert ec.run(comes_again, 2, kind) == [[1, 3, 5]] * 2

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ def wait_in_reverse(rank: int, size: int) -> None:
         assert torch.equal(tensors[i], torch.full((1000,), float(total * i)))
 
 
+@pytest.mark.slow
 def test_many_works_may_be_outstanding_and_waited_for_in_any_order(ranks: Ranks) -> None:
     ranks.call(wait_in_reverse)
 

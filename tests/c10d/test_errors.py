@@ -50,6 +50,7 @@ def names_of_mismatch(rank: int, size: int) -> list[object]:
     return [refused(wait), told, type(work.exception()).__name__, work.is_success()]
 
 
+@pytest.mark.slow
 def test_a_mismatch_of_asynchronous_calls_is_told_by_wait_by_the_future_and_by_the_work(
     ranks: Ranks,
 ) -> None:
@@ -71,6 +72,7 @@ def come_too_late(rank: int, size: int) -> str:
     return " ".join(told)
 
 
+@pytest.mark.slow
 def test_timeouts_of_groups_and_of_waits_are_kept(ranks: Ranks) -> None:
     assert ranks.call(come_too_late) == ["late"] + [" ".join(["CommTimeout"] * 4)] * 3
 

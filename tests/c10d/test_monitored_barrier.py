@@ -22,6 +22,7 @@ def passes_twice(world: ec.World) -> str:
     return "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_all_ranks_pass(kind: str) -> None:
     assert ec.run(passes_twice, 3, kind) == ["passed"] * 3

@@ -62,6 +62,7 @@ def test_meshes_of_ranks_differ_so_caches_give_none_of_another_rank() -> None:
         assert torch.equal(product, matrix @ matrix.T)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")  # torch has lists of names
 def test_the_breakpoint_of_torch_opens_the_debugger_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

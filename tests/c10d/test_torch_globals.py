@@ -66,6 +66,7 @@ def assigned_globals() -> Iterator[str]:
             yield from (f"{module}.{name}" for name in names & assigned)
 
 
+@pytest.mark.slow
 def test_every_global_that_torch_distributed_assigns_is_each_ranks_own_or_shared_for_a_reason() -> (
     None
 ):
@@ -159,6 +160,7 @@ def fails(world: ec.World) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_an_overtaken_rank_finds_its_own_groups_and_not_those_of_the_rank_that_runs() -> None:
     left, right = socket.socketpair()
     goes_on: list[int] = []
@@ -182,6 +184,7 @@ def test_an_overtaken_rank_finds_its_own_groups_and_not_those_of_the_rank_that_r
     assert goes_on == [1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_left_behind_makes_no_groups_for_the_caller() -> None:
     left, right = socket.socketpair()
     threads: list[Thread] = []
@@ -202,6 +205,7 @@ def test_a_rank_that_is_left_behind_makes_no_groups_for_the_caller() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_thread_that_a_rank_has_started_finds_the_groups_of_its_rank() -> None:
     seen: list[tuple[int, int]] = []
 

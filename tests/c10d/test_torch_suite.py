@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # One for each kind of call.
 NAMES = (
     "test_DistributedDataParallelCPU",
@@ -26,6 +28,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 def test_a_dozen_of_pytorchs_tests_pass_on_simulated_ranks_told_that_they_run_on_gloo() -> None:
     options = ("--world", "threads", "--ranks", "4", "--as", "gloo")
     done = subprocess.run(

@@ -116,6 +116,7 @@ def train_ddp(rank: int, size: int, options: dict[str, Any]) -> None:
     assert_same_state(models[0].state_dict(), models[1].state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", DDP_OPTIONS.values(), ids=DDP_OPTIONS)
 def test_ddp_trains_as_over_gloo(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks.call(train_ddp, options)
@@ -209,6 +210,7 @@ def train_fsdp(rank: int, size: int, axes: tuple[int, ...]) -> None:
     assert_close(norm.full_tensor(), nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(4,), (2, 2)], ids=["sharded", "hybrid"])
 def test_fsdp2_gives_the_weights_of_one_process_with_all_data(
     ranks: Ranks, axes: tuple[int, ...]
@@ -227,6 +229,7 @@ def train_fsdp_mixed(rank: int, size: int) -> None:
     assert_same_state(*states)
 
 
+@pytest.mark.slow
 def test_fsdp2_in_bfloat16_trains_as_over_gloo(ranks: Ranks) -> None:
     ranks.call(train_fsdp_mixed)
 

@@ -148,6 +148,7 @@ def removes(world: World, folder: Path) -> int:
     return sum(ec.load(folder).step > 0 for _ in range(60))
 
 
+@pytest.mark.slow
 def test_a_load_looks_again_when_its_step_goes_away(tmp_path: Path) -> None:
     ec.save(tmp_path, step=1, value=1)
     assert ec.run(removes, 2, "processes", args=(tmp_path,)) == [0, 60]

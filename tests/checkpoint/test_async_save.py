@@ -115,6 +115,7 @@ def save_many(world: World, folder: Path, count: int) -> int:
     return len(ec.steps(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_saves_one_after_another_go_on_during_training(kind: str, tmp_path: Path) -> None:
     assert run_world(kind, save_many, 2, (tmp_path, 6)) == [3, 3]
@@ -160,6 +161,7 @@ def hear_of_it(world: World, folder: Path, disk: Disk) -> None:
     trainee.train(2)  # and nothing is told of a save that went well
 
 
+@pytest.mark.slow
 def test_an_error_is_told_by_whatever_comes_next(tmp_path: Path) -> None:
     with Disk() as disk:
         ec.run(hear_of_it, 2, args=(tmp_path, disk))
@@ -189,6 +191,7 @@ def test_a_save_that_fails_after_the_end_of_a_rank_fails_the_job(kind: str, tmp_
     assert ec.steps(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_ends_when_its_last_save_is_committed(kind: str, tmp_path: Path) -> None:
     run_world(kind, leave, 2, (tmp_path, False))
@@ -280,6 +283,7 @@ def keep(world: World, folder: Path, kept: list[Any]) -> None:
     kept += [weakref.ref(saving), weakref.ref(background), weakref.ref(trainee.optimizer)]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_after_the_end_of_the_world(tmp_path: Path) -> None:
     kept: list[Any] = []
     ec.run(keep, 2, args=(tmp_path, kept))
@@ -299,6 +303,7 @@ def test_a_script_whose_save_fails_after_its_last_line_fails(tmp_path: Path) -> 
     assert text.count("Traceback") == 2  # that of the operating system is its cause
 
 
+@pytest.mark.slow
 def test_a_script_ends_when_its_save_is_committed(tmp_path: Path) -> None:
     end = "is in a world that failed"
     assert run_script(tmp_path, world="alone", end=end, full=False) == (0, "")

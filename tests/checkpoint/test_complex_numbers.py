@@ -82,6 +82,7 @@ def made(
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64], ids=str)
 def test_complex_models_train_and_resume_on_other_ranks_as_in_one_process(
     dtype: torch.dtype, tmp_path: Path

@@ -27,6 +27,7 @@ from tests.checkpoint.manifests import EXAMPLE, edited, manifests, many_pieces, 
 DATA = EXAMPLE.dump()
 
 
+@pytest.mark.slow
 @given(manifests())
 def test_a_manifest_is_parsed_as_it_was_dumped(manifest: Manifest) -> None:
     data = manifest.dump()

@@ -34,6 +34,7 @@ def entries(draw: st.DrawFn) -> list[Entry]:
     return found
 
 
+@pytest.mark.slow
 @given(entries())
 def test_a_header_is_read_as_it_was_written(given_entries: list[Entry]) -> None:
     data = header(given_entries)
@@ -62,6 +63,7 @@ def test_safetensors_reads_what_is_written_in_every_dtype(name: str) -> None:
         assert torch.equal(found[key].view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
+@pytest.mark.slow
 @given(entries())
 def test_safetensors_reads_what_is_written_in_any_order(given_entries: list[Entry]) -> None:
     data = header(given_entries) + bytes(sum(nbytes for *_, nbytes in given_entries))
@@ -71,6 +73,7 @@ def test_safetensors_reads_what_is_written_in_any_order(given_entries: list[Entr
     }
 
 
+@pytest.mark.slow
 @given(entries())
 def test_what_safetensors_writes_is_read(given_entries: list[Entry]) -> None:
     tensors = {

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import echelon as ec
@@ -55,6 +56,7 @@ def attack_all(world: World, folder: Path) -> list[tuple[str, str, float]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_hostile_checkpoint_is_refused_and_nothing_is_executed_or_changed(tmp_path: Path) -> None:
     seen = ec.run(attack_all, 1, "processes", args=(tmp_path,))[0]
     assert not (tmp_path / CANARY).exists()

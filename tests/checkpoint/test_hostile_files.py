@@ -34,6 +34,7 @@ def test_a_hostile_header_is_refused_soon_and_without_much_memory(
     assert not canary.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["many lists", "a long number"])
 def test_what_has_all_the_bytes_that_are_allowed_is_refused_as_soon(kind: str) -> None:
     hostile.must_be_refused(Manifest.parse, hostile.manifests(UNUSED)[kind]())
@@ -46,5 +47,6 @@ def test_the_pickles_among_these_files_would_do_harm(tmp_path: Path) -> None:
     assert canary.exists()
 
 
+@pytest.mark.slow
 def test_what_a_call_takes_in_memory_is_seen() -> None:
     assert hostile.cost_of(lambda: len(bytearray(b"a") * 300_000_000)).nbytes >= 290_000_000

@@ -32,6 +32,7 @@ def some(calls: list[Call]) -> list[Call]:
     return [call for call in calls if call.op not in (*MANY, "unlock") or call in chosen]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["save", "async_save", "load"])
 def test_a_failing_call_on_one_rank_is_an_error_on_all(call: str, tmp_path: Path) -> None:
     calls = some(calls_of("ddp2", call, tmp_path))
@@ -39,6 +40,7 @@ def test_a_failing_call_on_one_rank_is_an_error_on_all(call: str, tmp_path: Path
     check_faults("ddp2", call, tmp_path, faults_at(calls))
 
 
+@pytest.mark.slow
 def test_a_first_save_that_fails_leaves_no_step(tmp_path: Path) -> None:
     calls = some(calls_of("fsdp2", "save", tmp_path, later=False))
     assert ("mkdir", "root") in {(one.op, one.what) for one in calls}
@@ -105,6 +107,7 @@ def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 # Interrupts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupted_save_leaves_what_was_there_and_frees_the_folder(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     ec.save(tmp_path, step=1, model=model)

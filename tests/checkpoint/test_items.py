@@ -19,6 +19,7 @@ from tests.pipeline.models import mse
 from tests.worlds import run_world
 
 
+@pytest.mark.slow
 def test_a_save_and_a_load_ask_each_holder_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def ddp(group: ec.Group) -> nn.Module:
     return ec.DDP(nn.Linear(2, 2), group)
 
 
+@pytest.mark.slow
 def test_the_group_is_that_of_the_axes_or_the_nearest_they_come_from() -> None:
     def main(world: World) -> None:
         halves = [world.group.subgroup(range(4)), world.group.subgroup(range(4, 8))]

@@ -43,6 +43,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scene", "rank", "point", "left"),
     CASES,

@@ -59,6 +59,7 @@ def others(step: Path) -> Sequence[Damage]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damages", [flips, others])
 def test_a_damage_is_named_and_changes_nothing_and_the_step_before_is_loaded(
     damages: object, tmp_path: Path

@@ -53,6 +53,7 @@ def trained(world: World, folder: str, steps: int) -> list[Tensor]:
         return weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_training_continues_from_a_store_as_it_does_from_a_disk(
     store: str, tmp_path: Path, ranks: int
@@ -101,6 +102,7 @@ def test_the_objects_of_a_step_are_the_files_of_a_folder(store: str, tmp_path: P
     assert ec.load(path, model=other).path == path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_a_save_that_is_killed_leaves_the_steps_before_it_and_all_or_nothing_of_its_own(
     store: str, after: bool
@@ -129,6 +131,7 @@ def test_a_save_that_is_killed_leaves_the_steps_before_it_and_all_or_nothing_of_
     assert calls == counts[0] >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_a_kill_while_older_steps_are_removed_leaves_no_damaged_step(
     store: str, after: bool

@@ -57,6 +57,7 @@ def load(world: World, folder: Path) -> tuple[list[list[float]], tuple[str, ...]
     return found[0]
 
 
+@pytest.mark.slow
 def test_each_rank_goes_on_and_a_further_one_draws_numbers_of_its_own(tmp_path: Path) -> None:
     saved = run_world("processes", save, 2, (tmp_path,))
     again = run_world("processes", load, 2, (tmp_path,))

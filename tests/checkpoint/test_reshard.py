@@ -56,6 +56,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target", "optimizer"), CASES)
 def test_model_and_optimizer_are_the_same_in_another_layout(
     saved: Any, source: str, target: str, optimizer: str

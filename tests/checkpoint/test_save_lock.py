@@ -39,6 +39,7 @@ def test_a_save_of_another_process_is_waited_for_by_nobody_and_told(tmp_path: Pa
     assert ec.steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_keep_the_lock_of_a_job_that_was_killed(tmp_path: Path) -> None:
     reader, writer = os.pipe()  # the fork lives until nobody holds the writing end
 

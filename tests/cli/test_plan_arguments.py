@@ -29,6 +29,7 @@ def test_every_argument_of_ec_plan_is_an_option() -> None:
             assert option.default in (argument.default, ...), name
 
 
+@pytest.mark.slow
 def test_the_help_needs_neither_torch_nor_the_planner() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from echelon.cli import app; "

@@ -67,6 +67,7 @@ def test_where_nothing_fits_the_nearest_plans_are_named_with_rank_moment_and_byt
         assert re.search(r"rank \d would have [\d.]+ GiB (after|in) .* of \d+ \(.*\), of", line)
 
 
+@pytest.mark.slow
 def test_plans_that_do_not_fit_are_shown_where_they_are_asked_for() -> None:
     arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--axes", "plan")
     _, output = call(*arguments, "--refused", 2)
@@ -112,6 +113,7 @@ def test_only_what_an_ec_plan_says_is_looked_at_with_axes_plan() -> None:
     assert {plan["call"] is None for plan in every} == {True, False}
 
 
+@pytest.mark.slow
 def test_the_goal_is_what_the_table_begins_with() -> None:
     arguments = (LLAMA, "--cluster", "2x8 H100", "--global-batch", 64, "--json", "--axes", "plan")
     fast = json.loads(call(*arguments)[1])["plans"]

@@ -88,6 +88,7 @@ def check_step_5(folder: Path, lines: list[str]) -> None:
     assert "noted numbers have the bits of the run" in output
 
 
+@pytest.mark.slow
 def test_a_step_of_a_job_is_replayed_from_the_command_line(job: tuple[Path, list[str]]) -> None:
     check_step_5(*job)
 
@@ -97,6 +98,7 @@ def test_a_step_of_a_job_over_gloo_is_replayed(tmp_path: Path) -> None:
     check_step_5(tmp_path, start(tmp_path, backend="gloo"))
 
 
+@pytest.mark.slow
 def test_one_rank_the_debugger_another_batch_and_the_list(job: tuple[Path, list[str]]) -> None:
     folder, lines = job
     code, output = call(

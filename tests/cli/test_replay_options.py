@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
@@ -15,6 +16,7 @@ def test_help_names_every_option() -> None:
         assert option in result.output
 
 
+@pytest.mark.slow
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from echelon.cli import app; "

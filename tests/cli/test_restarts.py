@@ -47,6 +47,7 @@ def wait_for_the_end(job: Job) -> None:
     wait_until(lambda: not job.processes(), limit_s=END_S)
 
 
+@pytest.mark.slow
 def test_the_screen_says_who_failed_and_which_attempt_begins(tmp_path: Path) -> None:
     with Job(tmp_path, FAILS, str(tmp_path), options=("--max-restarts", "1")) as job:
         code, output, errors = job.end()
@@ -75,6 +76,7 @@ def test_attempts_before_a_success_are_told_and_leave_nothing(tmp_path: Path) ->
         assert job.log_folders() == []
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_while_its_agent_starts_leaves_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, STAYS, str(tmp_path)) as job:
         job.wait(lambda: "launch.agent" in " ".join(job.processes().values()))
@@ -83,7 +85,7 @@ def test_a_launcher_that_is_killed_while_its_agent_starts_leaves_nothing(tmp_pat
         assert not (tmp_path / "ready-0").exists()
 
 
-@pytest.mark.slow_for("agent", "both", "INT QUIT")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "ignores"),
     [

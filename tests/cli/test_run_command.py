@@ -193,7 +193,7 @@ def echelon(*arguments: str, folder: Path, code: int = 0) -> tuple[str, str]:
     return ended.stdout, ended.stderr
 
 
-@pytest.mark.slow_for("processes")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["processes", "threads"])
 def test_tee_shows_the_lines_of_all_ranks_each_with_its_rank(world: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -249,6 +249,7 @@ def test_a_module_is_run_by_its_name(world: str, tmp_path: Path) -> None:
     assert re.search(r"[Nn]o module (named )?'?jobs\.nothing", error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["processes", "threads"])
 def test_a_script_may_be_named_as_an_option_is(world: str, tmp_path: Path) -> None:
     (tmp_path / "-x.py").write_text("import sys\nprint('ran', sys.argv[1:])\n")

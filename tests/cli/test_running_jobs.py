@@ -19,6 +19,7 @@ def jobs_of_this_process() -> list[running_jobs.RunningJob]:
     return [job for job in running_jobs.running_jobs() if job.pid == os.getpid()]
 
 
+@pytest.mark.slow
 def test_a_running_job_shows_who_waits_for_whom_in_which_call_and_where(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -23,6 +23,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(ROOT / "examples" / "train_gpt.py")
 
 
+@pytest.mark.slow
 def test_a_script_that_fits_leaves_with_0_and_writes_nothing(script: str, tmp_path: Path) -> None:
     command = ["plan", "--check", script, "--cluster", "4 H100", "--", *SMALL]
     result = CliRunner().invoke(app, [*command, "--plan", "pp=2,shard=2"])
@@ -32,6 +33,7 @@ def test_a_script_that_fits_leaves_with_0_and_writes_nothing(script: str, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_fit_leaves_with_1(script: str) -> None:
     wide = ["--layers", "24", "--width", "8192", "--heads", "64", "--context", "4096"]
     command = ["plan", "--check", script, "--cluster", "2 H100", "--", *wide, "--data", SMALL[-1]]

@@ -118,7 +118,7 @@ def test_a_signal_to_all_processes_does_not_end_the_workers_that_load_data(tmp_p
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.slow_for("SIGUSR1")
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda n: n.name)
 def test_simulated_ranks_hear_the_signals_of_their_process(
     number: signal.Signals, tmp_path: Path

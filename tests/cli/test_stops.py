@@ -13,6 +13,7 @@ from tests.cli.jobs import SAVES, Job
 READY = ("ready-0-1", "ready-1-1")
 
 
+@pytest.mark.slow
 def test_ranks_that_save_and_leave_after_a_signal_are_not_a_failure(tmp_path: Path) -> None:
     options = ("--max-restarts", "2", "--grace", "60")
     with Job(tmp_path, SAVES, "child", str(tmp_path), options=options) as job:

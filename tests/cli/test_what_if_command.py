@@ -19,6 +19,7 @@ def call(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_each_size_has_its_best_plan_its_time_and_its_device_hours() -> None:
     code, output = call("--scale", "8,16,32", "--json")
     rows = json.loads(output)

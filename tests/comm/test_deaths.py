@@ -66,6 +66,7 @@ def saves_and_fails_late(world: ec.World, folder: str) -> None:
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_the_rank_on_which_a_save_failed_is_the_cause_even_if_another_ends_first(
     kind, tmp_path
@@ -101,6 +102,7 @@ def passes(world: ec.World, dies: Dies) -> None:
     """A rank function that rank 1 never gets to."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "place"),
     [

@@ -237,6 +237,7 @@ def never_comes(world: ec.World) -> None:
         world.group.all_reduce(torch.ones(3), label="loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_timeout_of_the_world_ends_a_wait_and_names_who_is_missing(kind) -> None:
     with pytest.raises(CommTimeout, match=r"waited 0\.3 s for rank 1 in vain") as info:

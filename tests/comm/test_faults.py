@@ -21,6 +21,7 @@ DOZEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("scenario", DOZEN, ids=str)
 def test_a_fault_ends_its_job_in_time_and_blames_no_innocent_rank(scenario: Scenario) -> None:

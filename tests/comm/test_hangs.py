@@ -52,6 +52,7 @@ def check(error: BaseException, hang: str, function: str) -> None:
     assert f"in {function}\n" in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", DOES)
 def test_a_process_that_hangs_is_named_with_its_step_its_last_call_and_its_stack(hang) -> None:
     start_s = time.monotonic()
@@ -63,6 +64,7 @@ def test_a_process_that_hangs_is_named_with_its_step_its_last_call_and_its_stack
     check(info.value, hang, faults.HANGS[hang].__name__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", [hang for hang in DOES if hang != "stopped"])
 def test_a_simulated_rank_that_hangs_is_named_alike(hang) -> None:
     with pytest.raises(CommTimeout) as info:
@@ -75,6 +77,7 @@ def trains_and_sleeps(world: ec.World) -> None:
     faults.train(world, partial(time.sleep, 3 * TIMEOUT_S), STEP, None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_over_gloo_is_named_alike() -> None:
     found = gloo_outcomes(trains_and_sleeps, 2, timeout=TIMEOUT_S)
     check(found[0][0], "sleep", "train")
@@ -91,6 +94,7 @@ def passes_on(world: ec.World, asleep: float) -> None:
     world.group.recv(torch.zeros(1), world.rank - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_the_rank_at_the_root_of_a_chain_of_waits_is_named(kind) -> None:
     with pytest.raises(CommTimeout) as info:
@@ -117,6 +121,7 @@ def waits_a_moment(world: ec.World) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_who_waits_with_his_own_timeout_asks_nobody_for_stacks(kind) -> None:
     seen, _ = ec.run(waits_a_moment, 2, kind)
@@ -135,6 +140,7 @@ def is_slow(world: ec.World) -> float:
     return total.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_rank_that_is_slow_but_alive_raises_no_alarm(kind) -> None:
     assert ec.run(is_slow, 2, kind, timeout=TIMEOUT_S) == [3.0, 3.0]

@@ -48,6 +48,7 @@ def test_an_axis_joins_the_ranks_that_differ_on_it_only(axis, rank, lengths, ran
     assert axis_ranks(axis, rank, lengths) == ranks
 
 
+@pytest.mark.slow
 @given(lengths=AXES)
 def test_the_groups_of_each_axis_cover_all_ranks_once(lengths) -> None:
     size = prod(lengths.values())

@@ -193,6 +193,7 @@ def joins_gloo(rank: int, size: int, ports: dict[str, int]) -> list[tuple[str, f
     return said
 
 
+@pytest.mark.slow
 def test_ranks_over_gloo_that_differ_do_not_start() -> None:
     ports = {field: free_port() for field in (*FIELDS, "option timeout", "option check")}
     outcomes = [outcome for outcome, _ in start(joins_gloo, 3, (3, ports))]

@@ -9,6 +9,7 @@ from tests.ddp.checks import SMALL
 from tests.ddp.models import Opaque, Output, Wrapping, assert_close, gradients, mlp, rows, share
 
 
+@pytest.mark.slow
 def test_100_overlapped_repeats_with_unequal_buckets_equal_the_manual_mode_bitwise():
     def main(world):
         sizes = {"bucket_bytes": 600, "first_bucket_bytes": 50}

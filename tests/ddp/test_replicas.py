@@ -194,6 +194,7 @@ def run_all(world: World) -> None:
     what_is_written_is_loaded(world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_hold_all_of_the_model_and_what_is_written_is_loaded(kind: str) -> None:
     run_world(kind, run_all, 3)
@@ -245,6 +246,7 @@ def test_ignored_parameters_are_each_ranks_own() -> None:
     run_world("threads", main, 2)
 
 
+@pytest.mark.slow
 def test_names_are_those_of_a_model_that_was_not_compiled() -> None:
     def main(world: World) -> None:
         plain = normed()

@@ -127,6 +127,7 @@ def installs_and_removes() -> None:
     assert gc.callbacks == callbacks
 
 
+@pytest.mark.slow
 def test_what_was_replaced_is_put_back_with_the_last_rank() -> None:
     # In a process without ranks that the tests before have left behind.
     done = run_python("-c", f"import {__name__} as test; test.installs_and_removes()", cwd=ROOT)

@@ -90,6 +90,7 @@ def test_a_process_that_cannot_be_asked_is_left_alone(what: str) -> None:
         assert (entry.stacks_fd is None) == (what == "takes_the_signal_before")
 
 
+@pytest.mark.slow
 def test_a_process_that_became_another_program_is_not_ended_by_being_asked() -> None:
     with process("becomes_another_program") as (child, entry):
         assert child.stdout is not None

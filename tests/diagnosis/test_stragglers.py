@@ -58,6 +58,7 @@ def hangs_after_its_last_call(world: ec.World, seconds: float) -> None:
         time.sleep(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_rank_that_hangs_after_the_others_have_returned_is_named(kind: str) -> None:
     ec.run(hangs_after_its_last_call, 3, kind, args=(0.0,))  # starts the fork server
@@ -87,6 +88,7 @@ def works_on_alone(world: ec.World) -> int:
     return world.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_rank_that_goes_on_making_steps_raises_no_alarm(kind: str) -> None:
     # So much longer than a step that a busy machine, too, makes one in this time.

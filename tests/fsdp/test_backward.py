@@ -184,6 +184,7 @@ def of_one_process(model: nn.Module, size: int, num_backwards: int) -> dict[str,
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_through_frozen_and_detached_parameters_are_those_of_one_process(kind) -> None:
     for found in run_world(kind, gradients, 2):
@@ -364,6 +365,7 @@ def descend(world: ec.World, options: dict[str, Any]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -356,6 +356,7 @@ def all_checks(world: World) -> None:
     weigh(world, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_come_from_modules_or_from_rank_0(kind) -> None:
     run_world(kind, all_checks, 3)

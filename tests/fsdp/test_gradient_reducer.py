@@ -48,6 +48,7 @@ def syncs_by_hand(world: World) -> None:
         model.sync_gradients()
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_by_hand() -> None:
     ec.run(syncs_by_hand, 3)
 

@@ -139,6 +139,7 @@ def accumulates(world: World) -> None:
                     assert torch.equal(grad, torch.full_like(grad, expected)), (options, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_gradients_accumulate_in_the_dtype_of_the_reduction(kind) -> None:
     run_world(kind, accumulates, 2)

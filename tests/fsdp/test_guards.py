@@ -135,6 +135,7 @@ def save_pretrained(world: ec.World, folder: str) -> dict[str, Tensor]:
     return before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_save_pretrained_writes_whole_weights_or_refuses(kind: str, tmp_path: Path) -> None:
     before = run_world(kind, save_pretrained, 2, args=(str(tmp_path),))[0]

@@ -119,17 +119,19 @@ def offloaded(offload: ec.Offload) -> list[dict[str, Any]]:
     return combined(strategies, offload=offload)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", PLAIN)
 def test_ranges_of_all_ranks_are_the_model_and_can_be_written(strategy: ec.Strategy) -> None:
     # Each layout and each precision once; tests/long has every combination.
     run_world("threads", all_are, 3, (combined([strategy])[PLAIN.index(strategy) % 2 :: 4],))
 
 
+@pytest.mark.slow
 def test_replicas_hold_the_same_ranges_and_can_be_written() -> None:
     run_world("threads", all_are, 4, (combined(HYBRID)[::5],))
 
 
-@pytest.mark.slow_for("Offload.OPTIMIZER")
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [ec.Offload.OPTIMIZER, ec.Offload.ALL])
 def test_ranges_on_the_host_are_the_model_and_can_be_written(
     offload: ec.Offload, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +157,7 @@ def test_ranges_in_processes_are_the_model_and_can_be_written(kind: str) -> None
 # --- what is said of them ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parts_are_equal_and_the_rest_is_each_ranks_own() -> None:
     def main(world: World) -> None:
         plain = build()

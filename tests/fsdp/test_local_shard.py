@@ -100,6 +100,7 @@ def test_over_gloo_offload_changes_no_bit(over_gloo: list[Any]) -> None:
     assert [found for found, _ in over_gloo] == [[], []]
 
 
+@pytest.mark.slow
 def test_over_threads_offload_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     separate(monkeypatch.setattr)
     assert ec.run(changed, 2, args=(CASES[1:2],)) == [[], []]
@@ -136,6 +137,7 @@ def counts(world: World) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_device_keeps_one_part_or_nothing_between_steps(over_gloo: list[Any]) -> None:
     for _, sizes in over_gloo:
         assert [found for found, _ in sizes] == [expected for _, expected in sizes]

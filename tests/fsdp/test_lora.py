@@ -187,6 +187,7 @@ def train_hybrid(world: World, models: Models) -> dict[Any, Trained]:
     return found
 
 
+@pytest.mark.slow
 def test_lora_under_hybrid_strategies_equals_one_process() -> None:
     prepared = [(name, torch.float64, "reentrant") for name in MODELS]
     models = {one: with_lora(*one) for one in prepared}

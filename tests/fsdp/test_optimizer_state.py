@@ -119,6 +119,7 @@ def save_and_resume(world: World, name: str) -> None:
         resumes(world, name, WAYS[i - 1], saves(world, name, options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_training_goes_on_with_other_ranks_layout_and_units(name) -> None:
     for i, options in enumerate(WAYS):

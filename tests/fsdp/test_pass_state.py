@@ -81,6 +81,7 @@ def run_cases(world: World) -> list[list[dict[str, list[float]]]]:
     return [run_twice(world, *case) for case in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_gradients_of_all_forwards_and_backwards_are_added(kind: str) -> None:
     every = [by_hand(2, *case) for case in CASES]

@@ -263,6 +263,7 @@ def every_check(world: World) -> list[tuple[str, ...]]:
     return orders(world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", sorted(CHECKS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_and_an_equal_order_of_collectives(kind: str, ranks: int) -> None:

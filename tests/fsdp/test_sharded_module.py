@@ -67,6 +67,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=["flat", "rows", "small units whole"])
 def test_a_copy_shares_nothing_and_trains_on_its_own(options) -> None:
     ec.run(copies, 3, args=(options,))
@@ -136,6 +137,7 @@ def averages(world: World, options: dict[str, Any]) -> None:
             torch.testing.assert_close(mean(tokens), plain_mean(tokens), rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 def test_averages_of_shards_are_the_average(layout) -> None:
     ec.run(averages, 3, args=({"layout": layout},))

@@ -113,6 +113,7 @@ def train_all(world: ec.World) -> list[dict[str, Tensor]]:
     return [train(world, **one) for one in options]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("threads", 3), ("processes", 2), ("gloo", 3)])
 def test_ranks_may_skip_different_units(kind: str, ranks: int) -> None:
     expected = plain(ranks)
@@ -128,6 +129,7 @@ def train_in_other_orders(world: ec.World) -> None:
         model(inputs(step, world.rank), order, True).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_ranks_that_run_units_in_other_orders_end_with_an_error_that_names_one(check: bool) -> None:
     for error, _ in gloo_outcomes(train_in_other_orders, 2, check=check, timeout=2.0):
@@ -154,6 +156,7 @@ def train_from_the_first_step(world: ec.World) -> dict[str, Tensor]:
     return train_first([world.rank], shard(world, build()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_ranks_may_skip_different_units_from_the_first_step(kind: str) -> None:
     expected = train_first(range(3), build())
@@ -209,6 +212,7 @@ def train_with_all_kinds(world: ec.World, steps: tuple[int, ...]) -> list[dict[s
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("world", ["threads", "gloo"])
 def test_ranks_may_skip_units_that_were_released_before_their_backward(
@@ -292,6 +296,7 @@ def train_nested(
     return train_nested_on([world.rank], model, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("step", range(len(FIRST)))

@@ -267,11 +267,13 @@ def everything(world: World) -> None:
         trains(world, layout="rows")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_flat_parameters_do_what_those_of_the_model_do(kind: str) -> None:
     run_world(kind, everything, 2)
 
 
+@pytest.mark.slow
 def test_a_flat_state_goes_to_another_number_of_ranks_and_to_a_plain_optimizer() -> None:
     saved = ec.run(moves_between_kinds, 2)[0]
     ec.run(resumes_alone, 1, args=(saved,))

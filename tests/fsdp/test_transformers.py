@@ -154,6 +154,7 @@ def generates(world: World, plain_model: nn.Module) -> Tensor:
         return model.generate(prompt, max_new_tokens=4, do_sample=False)
 
 
+@pytest.mark.slow
 def test_text_is_generated_inside_full_parameters() -> None:
     prompt = batch("llama", 0, 0)["input_ids"]
     expected = copy.deepcopy(built("llama")).eval().generate(prompt, max_new_tokens=4)

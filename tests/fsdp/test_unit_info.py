@@ -83,6 +83,7 @@ def unwraps(world: ec.World) -> None:
         again(rows(world.rank)).square().mean().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_is_unwrapped_is_the_plain_one_on_every_rank(kind: str) -> None:
     run_world(kind, unwraps, 2)

@@ -131,6 +131,7 @@ def wrap_by_block(world: ec.World) -> None:
     ec.FSDP(build(), world.group, units=ec.units.by_type(Block), min_num_params=0)
 
 
+@pytest.mark.slow
 def test_no_two_ranks_parse_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # CPython 3.11 raises SystemError then: "AST constructor recursion depth mismatch".
     parse, inside, most = ast.parse, threading.Semaphore(4), []
@@ -144,7 +145,7 @@ def test_no_two_ranks_parse_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ast, "parse", slowly)
     units._tree_of.cache_clear()
     units._uses_of.cache_clear()
-    ec.run(wrap_by_block, 4)
+    ec.run(wrap_by_block, 4, concurrent=True)
     assert most
     assert set(most) == {1}
 

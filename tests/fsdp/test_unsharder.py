@@ -93,6 +93,7 @@ def halves(found: list[list[Any]], **options: Any) -> tuple[str, str]:
     return forward, backward
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_of_one_process(over_gloo: list[list[Any]]) -> None:
     expected = plain(2)
     for rank in over_gloo:
@@ -145,6 +146,7 @@ def test_another_order_gathers_when_needed_and_leaves_nothing_whole(
     assert steps[5][0] == "g0"
 
 
+@pytest.mark.slow
 def test_where_memory_is_shared_the_options_change_nothing() -> None:
     expected = plain(2)
     for options in OPTIONS:

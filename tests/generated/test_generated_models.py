@@ -18,7 +18,7 @@ SEEDS = {"fsdp": 200, "ddp": 60, "pipeline": 60}
 CHUNKS = [(technique, first) for technique, end in SEEDS.items() for first in range(0, end, CHUNK)]
 
 
-@pytest.mark.slow_for("100", "120", "140", "160", "180")
+@pytest.mark.slow_for(*(str(first) for _, first in CHUNKS if first))
 @pytest.mark.parametrize(("technique", "first"), CHUNKS)
 def test_training_on_simulated_ranks_equals_one_process(technique: str, first: int) -> None:
     for seed in range(first, first + CHUNK):

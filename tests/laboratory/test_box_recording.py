@@ -36,6 +36,7 @@ def test_the_newest_checkpoints_and_the_steps_after_them_are_kept(tmp_path: Path
     assert attempt.ranges() == [(7, 11)]
 
 
+@pytest.mark.slow
 def test_another_start_in_the_same_folder_is_another_attempt(tmp_path: Path) -> None:
     failed = Boxed(tmp_path / "run", bad_step=5)
     for _ in range(2):
@@ -196,6 +197,7 @@ def test_a_stretch_that_is_asked_for_stays(tmp_path: Path) -> None:
     assert ranges(tmp_path) == [[(3, 4), (9, 9)]]
 
 
+@pytest.mark.slow
 def test_stretches_are_removed_by_one_thread_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

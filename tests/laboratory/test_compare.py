@@ -39,6 +39,7 @@ def plan_of(name: str) -> ec.Plan:
     return ec.Plan.parse(name, **PLANS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_computes_what_one_process_computes(name: str, optimizer: Optimizer) -> None:

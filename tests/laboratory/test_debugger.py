@@ -36,6 +36,7 @@ def test_one_rank_stops_and_the_others_wait_where_they_need_it(typist: Typist) -
     ]
 
 
+@pytest.mark.slow
 def test_a_step_over_a_collective_returns_with_its_result(typist: Typist) -> None:
     typist.types("n", "p values", "n", "p total", "c")
     ec.run(train, 3)
@@ -94,6 +95,7 @@ def test_a_breakpoint_of_all_ranks_stops_one_after_the_other(
     assert sorted(typist.prompts) == [f"(Pdb rank {rank}) " for rank in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_breakpoints")
 def test_a_rank_that_has_stopped_before_keeps_its_breakpoints(typist: Typist) -> None:
     def main(world: ec.World) -> None:
@@ -117,6 +119,7 @@ def slow_commands(world: ec.World) -> float:
     return total.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_no_limit_of_time_runs_while_ranks_are_stopped(typist: Typist, concurrent: bool) -> None:
     typist.types("import time; time.sleep(1.5)", "ranks", "c")
@@ -193,6 +196,7 @@ def test_ctrl_c_at_the_prompt_ends_the_run_as_elsewhere(typist: Typist) -> None:
     assert typist.prompts == ["(Pdb rank 1) "]
 
 
+@pytest.mark.slow
 def test_a_thread_of_a_rank_gets_pdb_and_all_clocks_stand(typist: Typist) -> None:
     def main(world: ec.World) -> None:
         if world.rank == 0:
@@ -216,6 +220,7 @@ def test_the_world_of_a_script_alone_has_a_breakpoint(typist: Typist) -> None:
     assert "(Pdb rank 0) p world.size\n1\n" in typist.reads()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_breakpoints")
 @pytest.mark.parametrize("sets_a_breakpoint", [False, True])
 def test_post_mortem_in_a_rank_shows_all_ranks_and_the_program_goes_on(

@@ -96,6 +96,7 @@ def summed_replicas(
         stepper.zero_grad()
 
 
+@pytest.mark.slow
 def test_ranks_with_the_same_rows_are_replicas_which_may_draw_the_same_numbers() -> None:
     assert Mutant(replicas, CauseKind.SUMMED, "", "", model=mlp_with_dropout).compare().same
     [cause] = Mutant(summed_replicas, CauseKind.SUMMED, "", "").compare().causes

@@ -51,6 +51,7 @@ with ec.init() as world:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [(), ("-m", "echelon", "run", "--ranks", "2", "--world", "threads")],
@@ -68,6 +69,7 @@ def test_a_script_is_known_with_its_arguments(words: tuple[str, ...], tmp_path: 
     assert facts["folder"] == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_module_is_known_by_its_name(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

@@ -26,6 +26,7 @@ def stretch(run: Path, first_step: int) -> Path:
     return run / "blackbox/attempt-0001" / f"stretch-{first_step:09d}"
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed_from_the_newest_checkpoint_before_it(run: Path) -> None:
     kept = kept_steps(run, 5)
     assert (kept.first_step, kept.step) == (4, 5)
@@ -36,10 +37,12 @@ def test_a_step_is_replayed_from_the_newest_checkpoint_before_it(run: Path) -> N
     assert kept_steps(run, 7).first_step == 7
 
 
+@pytest.mark.slow
 def test_without_a_number_it_is_the_last_step(run: Path) -> None:
     assert kept_steps(run, None).step == 8
 
 
+@pytest.mark.slow
 def test_a_stretch_without_a_checkpoint_is_replayed_from_the_one_before(run: Path) -> None:
     shutil.rmtree(stretch(run, 7) / "checkpoint")
     kept = kept_steps(run, 8)
@@ -48,6 +51,7 @@ def test_a_stretch_without_a_checkpoint_is_replayed_from_the_one_before(run: Pat
     assert kept_attempts(run)[0].ranges() == [(1, 8)]
 
 
+@pytest.mark.slow
 def test_steps_before_the_first_checkpoint_are_lost(run: Path) -> None:
     shutil.rmtree(stretch(run, 1) / "checkpoint")
     with pytest.raises(StepNotKept, match=r"step 2 was not kept\. .* replayed: 4 to 8") as caught:
@@ -55,6 +59,7 @@ def test_steps_before_the_first_checkpoint_are_lost(run: Path) -> None:
     assert (caught.value.step, caught.value.kept) == (2, ((4, 8),))
 
 
+@pytest.mark.slow
 def test_a_gap_ends_a_range(run: Path) -> None:
     shutil.rmtree(stretch(run, 7) / "checkpoint")
     log = stretch(run, 4) / "rank-00001.steps"
@@ -68,6 +73,7 @@ def test_a_gap_ends_a_range(run: Path) -> None:
         kept_steps(run, 8)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_not_begun_a_step_is_named(run: Path) -> None:
     log = stretch(run, 7) / "rank-00001.steps"
     log.write_bytes(log.read_bytes()[:-6000])
@@ -82,6 +88,7 @@ def test_a_rank_that_has_not_begun_a_step_is_named(run: Path) -> None:
     assert kept_steps(run, None).step == 6
 
 
+@pytest.mark.slow
 def test_the_newest_attempt_with_the_step_is_taken(run: Path) -> None:
     (run / "blackbox/attempt-0001/closed").unlink()
     ec.run(count, 1, args=(run, 4))
@@ -101,6 +108,7 @@ def test_a_box_without_any_step_says_so(tmp_path: Path) -> None:
         kept_steps(tmp_path, None)
 
 
+@pytest.mark.slow
 def test_damage_names_the_file(run: Path) -> None:
     log = stretch(run, 4) / "rank-00001.steps"
     data = bytearray(log.read_bytes())
@@ -114,6 +122,7 @@ def test_damage_names_the_file(run: Path) -> None:
         kept_steps(run, 4)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_does_not_matter_for_steps_in_others(run: Path) -> None:
     log = stretch(run, 4) / "rank-00001.steps"
     log.write_bytes(b"something else")
@@ -126,6 +135,7 @@ def test_a_damaged_file_does_not_matter_for_steps_in_others(run: Path) -> None:
         kept_steps(run, 5)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_named(run: Path) -> None:
     log = stretch(run, 4) / "rank-00001.steps"
     log.unlink()

@@ -9,6 +9,7 @@ pytest_plugins = ["pytester"]
 MARK = "pytestmark = pytest.mark.ranks(2, world='processes', timeout=5)\n"
 
 
+@pytest.mark.slow
 def test_bodies_run_in_processes_with_the_values_of_fixtures(pytester: pytest.Pytester) -> None:
     source = """
 import os, random
@@ -48,6 +49,7 @@ def test_state(world, state, monkeypatch):
     run_tests(pytester, MARK + source).assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 def test_methods_run_in_processes_with_what_was_set_up(pytester: pytest.Pytester) -> None:
     source = """
 class TestMethods:
@@ -85,6 +87,7 @@ def test_imports_by_init():
     run_tests(pytester, MARK + source).assert_outcomes(passed=3)
 
 
+@pytest.mark.slow
 def test_failures_are_explained_and_output_is_by_rank(pytester: pytest.Pytester) -> None:
     source = """
 def check(value):

@@ -10,6 +10,7 @@ pytest_plugins = ["pytester"]
 MARK = "pytestmark = pytest.mark.ranks(2, world='processes', timeout=5)\n"
 
 
+@pytest.mark.slow
 def test_a_value_that_cannot_be_sent_is_named(pytester: pytest.Pytester) -> None:
     source = """
 import threading
@@ -52,6 +53,7 @@ class TestClass:
     )
 
 
+@pytest.mark.slow
 def test_a_test_that_no_name_leads_to_is_refused(pytester: pytest.Pytester) -> None:
     source = """
 def make():

@@ -34,6 +34,7 @@ def test_after():
     result.assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 def test_several_numbers_of_ranks_are_tests_of_their_own_that_k_selects(
     pytester: pytest.Pytester,
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_marks_are_described_and_strict_markers_accept_them(pytester: pytest
     run_tests(pytester, source, "--strict-markers").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_a_mark_that_cannot_be_followed_is_a_sentence_while_tests_are_collected(
     pytester: pytest.Pytester,
 ) -> None:
@@ -235,6 +237,7 @@ def test_it(world):
     )
 
 
+@pytest.mark.slow
 def test_the_full_trace_has_what_happened_inside(pytester: pytest.Pytester) -> None:
     source = "@pytest.mark.ranks(2)\ndef test_it(world):\n    world.rank or world.group.barrier()\n"
     assert "thread_world.py" in run_tests(pytester, source, "--full-trace").stdout.str()

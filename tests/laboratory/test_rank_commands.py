@@ -20,6 +20,7 @@ def main(world: ec.World) -> float:
     return layer(world, values).item()
 
 
+@pytest.mark.slow
 def test_another_rank_is_looked_at_with_all_commands_that_look(typist: Typist) -> None:
     typist.types("rank 1", "p scale", "up", "p values", "where", "down", "rank 2", "p scale", "c")
     ec.run(main, 3)
@@ -39,6 +40,7 @@ def test_a_value_of_another_rank_can_be_changed(typist: Typist) -> None:
     assert ec.run(main, 3) == [13.0, 26.0, 39.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["n", "step", "r", "until", "jump 1"])
 def test_commands_that_step_move_only_the_rank_that_is_shown(typist: Typist, command: str) -> None:
     typist.types("rank 1", command, "rank 2", "p scale", "c")
@@ -59,6 +61,7 @@ def test_a_rank_that_is_not_there_or_has_no_frames_is_a_sentence(typist: Typist)
     assert "*** rank 0 has returned, and has no frames\n" in output
 
 
+@pytest.mark.slow
 def test_frames_of_echelon_are_shown_on_request(typist: Typist) -> None:
     typist.types("rank 0", "internals", "where", "internals", "where", "c")
     ec.run(main, 3)

@@ -33,6 +33,7 @@ def test_it(world):
     )
 
 
+@pytest.mark.slow
 def test_a_skip_of_all_ranks_is_a_skip_and_of_some_says_whose(pytester: pytest.Pytester) -> None:
     source = """
 @pytest.mark.ranks(2)
@@ -118,6 +119,7 @@ def test_after():
     is_in_order(result, "rank 1 of 2:", ">*sys.exit(*)", "E*SystemExit*")
 
 
+@pytest.mark.slow
 def test_a_keyboard_interrupt_and_pytest_exit_end_the_session(pytester: pytest.Pytester) -> None:
     source = """
 @pytest.mark.ranks(2)
@@ -136,6 +138,7 @@ def test_after():
     is_in_order(result, "*Exit: enough*")
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_end_is_named_with_its_line_and_told_to_end(
     pytester: pytest.Pytester,
 ) -> None:

@@ -120,6 +120,7 @@ class TestIt:
 """
 
 
+@pytest.mark.slow
 def test_ranks_run_each_example_of_hypothesis_together(pytester: pytest.Pytester) -> None:
     result = run_tests(pytester, HYPOTHESIS)
     result.assert_outcomes(passed=1, failed=1)

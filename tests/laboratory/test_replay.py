@@ -31,6 +31,7 @@ def same_bits(boxed: Boxed, ranks: int, first_step: int) -> None:
         assert again == {step: run[step] for step in again}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_nan_in_the_batch_of_one_rank_is_replayed_bit_for_bit(
@@ -69,6 +70,7 @@ def test_an_earlier_step_is_replayed_without_the_error(tmp_path: Path) -> None:
     same_bits(boxed, 2, 1)
 
 
+@pytest.mark.slow
 def test_the_replay_of_a_replay_is_the_same(tmp_path: Path) -> None:
     boxed = Boxed(tmp_path / "run", steps=5)
     ec.run(train_ddp, 3, args=(boxed,))

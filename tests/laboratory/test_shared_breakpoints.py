@@ -24,6 +24,7 @@ def loops(world: ec.World) -> list[int]:
 IN_LOOP = loops.__code__.co_firstlineno + 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.usefixtures("no_breakpoints")
 def test_a_breakpoint_that_is_set_in_one_rank_stops_every_rank(
@@ -35,6 +36,7 @@ def test_a_breakpoint_that_is_set_in_one_rank_stops_every_rank(
     typist.reads()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_breakpoints")
 def test_the_first_rank_at_a_breakpoint_of_another_sees_where_all_are(typist: Typist) -> None:
     typist.types(f"b {IN_LOOP}", "c", "ranks", *["c"] * 9)
@@ -42,6 +44,7 @@ def test_the_first_rank_at_a_breakpoint_of_another_sees_where_all_are(typist: Ty
     assert typist.reads().count(f"test_shared_breakpoints.py:{IN_LOOP}  waits for its turn") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_breakpoints")
 def test_a_breakpoint_that_one_rank_clears_is_cleared_in_all(typist: Typist) -> None:
     number = len(bdb.Breakpoint.bpbynumber)  # of the next one
@@ -50,6 +53,7 @@ def test_a_breakpoint_that_one_rank_clears_is_cleared_in_all(typist: Typist) -> 
     assert "Deleted breakpoint" in typist.reads()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_breakpoints")
 def test_a_condition_chooses_the_rank_and_a_step_of_another_goes_on(typist: Typist) -> None:
     typist.types("n", "n", f"b {IN_LOOP}, world.rank == 2 and number == 1", *["n"] * 5, "c", "c")

@@ -70,6 +70,7 @@ def test_a_call_says_what_it_is_and_what_every_rank_gave_and_got() -> None:
     assert second.changed == {0: [], 1: [], 2: []}
 
 
+@pytest.mark.slow
 def test_looking_changes_no_value_and_no_order() -> None:
     def main(world: ec.World) -> torch.Tensor:
         torch.manual_seed(world.rank)
@@ -100,6 +101,7 @@ def test_the_caller_has_its_own_streams_and_may_run_others_between_calls() -> No
     assert others == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.slow
 def test_no_time_limit_runs_while_ranks_are_held() -> None:
     steps = ec.step_through(sum_twice, 2, timeout=0.3)
     for _ in steps:

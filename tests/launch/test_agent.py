@@ -68,6 +68,7 @@ def attempts(process: BaseProcess, folder: Path) -> list[Attempt]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_to_go_on_later_is_waited_with_and_nobody_restarts(
     tmp_path: Path,
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_rank_that_leaves_to_go_on_later_is_waited_with_and_nobody_restarts(
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == ["0", "0"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_alone_to_go_on_later_has_failed_and_nobody_restarts(
     tmp_path: Path,
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_rank_that_leaves_alone_to_go_on_later_has_failed_and_nobody_restarts(
     assert process.exitcode == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_and_sigquit_do_not_wait_for_the_grace(tmp_path: Path) -> None:
     deaf = SAVES.replace('"SIGUSR1")', '"SIGUSR1", "SIGINT")')
     for signals in ([signal.SIGINT, signal.SIGINT], [signal.SIGUSR1, signal.SIGQUIT]):
@@ -111,6 +114,7 @@ def test_ctrl_c_twice_and_sigquit_do_not_wait_for_the_grace(tmp_path: Path) -> N
         assert process.exitcode == 128 + signals[0]
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_to_all_processes_of_a_job_counts_once(tmp_path: Path) -> None:
     script = SAVES.replace('"SIGUSR1")', '"SIGUSR1", "SIGINT")')
     with started(tmp_path, script, "", options=("--grace", "60")) as process:
@@ -145,6 +149,7 @@ if mode == "again" and rank == "1":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "codes"), [("", {0: 0, 1: 0}), ("again", None)])
 def test_after_a_failure_all_ranks_start_again_and_nothing_of_before_is_left(
     mode: str, codes: dict[int, int] | None, tmp_path: Path
@@ -167,6 +172,7 @@ def test_after_a_failure_all_ranks_start_again_and_nothing_of_before_is_left(
     assert (tmp_path / "started-0-2").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_is_never_followed_by_another_attempt(tmp_path: Path) -> None:
     script = SAVES.replace("sys.exit(75)", "raise OSError('no space left')")
     with started(tmp_path, script, "", options=("--max-restarts", "3")) as process:
@@ -177,6 +183,7 @@ def test_a_stop_is_never_followed_by_another_attempt(tmp_path: Path) -> None:
     assert (attempt.stop, attempt.restarts) == ("SIGTERM", False)
 
 
+@pytest.mark.slow
 def test_every_rank_has_files_of_its_own_past_the_ninth_too(tmp_path: Path) -> None:
     script = "import os; print('this is rank', os.environ['RANK'])"
     with started(tmp_path, script, options=("--ranks", "11")) as process:

@@ -75,7 +75,7 @@ def python(*arguments: str, folder: Path, given: str | None = None) -> str:
     return ended.stdout
 
 
-@pytest.mark.slow_for("standard input", "prompt", "prompt after a script")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["command", "standard input", "prompt", "prompt after a script"])
 def test_a_function_that_is_in_no_file(way: str, tmp_path: Path) -> None:
     (tmp_path / "before.py").write_text("main = 1\n")
@@ -90,6 +90,7 @@ def test_a_function_that_is_in_no_file(way: str, tmp_path: Path) -> None:
     assert "all is well" in printed
 
 
+@pytest.mark.slow
 def test_a_script_with_a_lambda_and_its_own_exception(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(GUARDED)
     assert "all is well" in python("script.py", folder=tmp_path)

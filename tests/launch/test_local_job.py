@@ -65,7 +65,7 @@ def start(folder: Path, mode: str, text: str = SCRIPT) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow_for("kill")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "cause", "code"),
     [

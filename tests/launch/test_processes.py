@@ -110,6 +110,7 @@ def test_processes_share_the_cores_among_them(monkeypatch) -> None:
     assert ec.run(torch_threads, 2, "processes") == [expected] * 2
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once(tmp_path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text("import echelon as ec\ndef main(world): pass\nec.run(main, 2, 'processes')\n")
@@ -122,6 +123,7 @@ def test_a_script_that_starts_ranks_while_it_is_imported_is_told_what_to_do_once
     assert 'under `if __name__ == "__main__":`' in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_fork_server_imports_what_it_is_asked_to() -> None:
     code = (
         "import echelon as ec, sys\n"

@@ -129,6 +129,7 @@ def test_worlds_of_threads_nest_and_repeat() -> None:
         assert ec.run(outer, 3) == [[0], [1, 1], [3, 3, 3]]
 
 
+@pytest.mark.slow
 def test_ranks_that_compute_on_are_left_behind_after_2_s_however_many() -> None:
     end = threading.Event()
 
@@ -154,6 +155,7 @@ def waits_for_ever(world: ec.World) -> None:
     world.group.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_ends_all_ranks_and_reaches_the_caller(kind) -> None:
     """Ctrl-C reaches the main thread only, which is in ``run``."""
@@ -192,6 +194,22 @@ def test_an_interrupt_while_ranks_start_ends_those_that_run() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         ec.run(interrupt, 200)
+    assert_no_rank_runs()
+
+
+def test_what_a_rank_still_does_after_an_interrupt_is_not_done_to_the_caller() -> None:
+    def interrupt(world: ec.World) -> None:
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            end = time.perf_counter() + 0.5
+            while time.perf_counter() < end:
+                os.environ["OF_A_RANK"] = "1"
+        world.group.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        ec.run(interrupt, 2)
+    assert "OF_A_RANK" not in os.environ
     assert_no_rank_runs()
 
 

@@ -96,6 +96,7 @@ with ec.init() as world:
     assert len(done.errors) <= 25
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_one_another_as_long_as_the_timeout_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +150,7 @@ with ec.init() as world:
     assert (done.code, done.errors) == (130, ["interrupted"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.1, 0.0])
 def test_a_rank_that_held_up_the_others_is_named_at_the_end_and_otherwise_none(
     seconds: float,

@@ -60,6 +60,7 @@ def test_the_first_failure_is_raised_and_names_the_rank() -> None:
     assert raised.value.__notes__ == ["raised on rank 1 of 2"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_end_in_its_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "NOTICE_IN_THREADS_S", 0.2)
     ends = threading.Event()

@@ -53,6 +53,7 @@ def train(world, sync, buckets, reduction):
     assert_close(ddp, plain, rtol=1e-12)
 
 
+@pytest.mark.slow_for("4", "8")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_training_equals_one_process_under_all_options(ranks):
     def main(world):
@@ -78,6 +79,7 @@ def final_state(world, gradient_dtype):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_two_runs_and_all_ranks_end_with_the_same_bits(ranks, gradient_dtype):
@@ -93,6 +95,7 @@ def test_it_holds_that(name, ranks):
     run_world("threads", CHECKS[name], ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "gloo"])
 def test_every_check_holds_over(kind):
     assert run_world(kind, run_all, 2) == [len(CHECKS)] * 2

@@ -132,6 +132,7 @@ def clips(world: World) -> None:
         assert guard.found.norms == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_norm_of_clipping_spares_the_look_and_the_parameters_are_named(kind: str) -> None:
     run_world(kind, clips, RANKS)

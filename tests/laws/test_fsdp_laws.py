@@ -98,6 +98,7 @@ def test_late_ranks_change_nothing(kind, every, in_time) -> None:
 # --- same bits -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_two_runs_and_all_ranks_have_the_same_bits(kind) -> None:
     first, second = (run_world(kind, train, 3) for _ in range(2))
@@ -134,6 +135,7 @@ GATHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", PLAIN)
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_collectives_and_bytes_of_a_step(kind, strategy) -> None:
@@ -183,6 +185,7 @@ def weigh(world: World) -> tuple[int, int, int]:
     return peak, 1056 * 4, layers * 1056 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_at_most_two_units_are_whole_at_once(kind) -> None:
     for peak, unit, model in run_world(kind, weigh, 2):
@@ -196,6 +199,7 @@ def train_many(world: World) -> dict[str, Tensor]:
     return train(world, steps=1 if world.size == 64 else 2)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_parity_on_many_simulated_ranks(ranks) -> None:
     expected, _ = train_plain(ranks, 1 if ranks == 64 else 2)

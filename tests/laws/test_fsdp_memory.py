@@ -42,6 +42,7 @@ def weigh(world: World) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_a_step_takes_the_parts_and_two_units_with_their_gradients(kind) -> None:
     parts = 4 * LAYERS * UNIT // RANKS  # parameters, gradients, two moments
@@ -75,6 +76,7 @@ def hold(world: World) -> tuple[int, int]:
     return stats.shards, stats.gradients
 
 
+@pytest.mark.slow
 def test_64_ranks_pad_nothing_whatever_the_shapes() -> None:
     whole = sum(torch.Size(shape).numel() for shape in SHAPES) * 4
     held = ec.run(hold, 64)

@@ -69,12 +69,12 @@ FEWER = [
 ]
 
 
+@pytest.mark.slow_for("1", "3", "4", "processes", "gloo")
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
         *(("threads", n) for n in (1, 2, 3, 4)),
-        ("processes", 2),
-        pytest.param("processes", 3, marks=pytest.mark.slow),
+        *(("processes", n) for n in (2, 3)),
         ("gloo", 2),
     ],
 )

@@ -85,7 +85,7 @@ def by_hand(name: str, size: int) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.slow_for("3", "4", "gloo")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [*(("threads", n) for n in (1, 2, 3, 4)), ("processes", 2), ("processes", 3), ("gloo", 2)],

@@ -47,6 +47,7 @@ def cases() -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), cases())
 def test_every_fault_ends_in_a_named_error_on_every_rank(kind, fault, tmp_path) -> None:
     ranks = 3 if kind == "threads" else 2

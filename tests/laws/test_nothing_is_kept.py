@@ -49,6 +49,7 @@ def drops(world: World, name: str) -> None:
     assert count_segments() == segments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_dropped_wrapper_is_freed(kind, name) -> None:
@@ -64,5 +65,6 @@ def rewraps(world: World) -> None:
     ec.DDP(model, world.group)
 
 
+@pytest.mark.slow
 def test_the_module_of_a_dropped_wrapper_is_a_plain_one() -> None:
     ec.run(rewraps, 2)

@@ -39,6 +39,7 @@ def count_all(world: World, names: list[str]) -> list[tuple[int, int]]:
     return [count(world, name) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "names"),
     [("threads", 4, SOME), ("processes", 2, ["1f1b", "zb-v"]), ("gloo", 2, ["zb-h1"])],
@@ -126,6 +127,7 @@ def watch_all(world: World) -> list[Any]:
     return [watch(world, name, rows) for name in ("1f1b", "zb-v") for rows in (1, ROWS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_outputs_and_gradients_are_freed_by_who_uses_them(kind) -> None:
     """Never more than activations, and one under way; also where no send says that it is done."""

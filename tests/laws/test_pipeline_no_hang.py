@@ -187,6 +187,7 @@ def meets(world: World, name: str, folder: str) -> None:
     noted(world, folder, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in CASES[kind]])
 def test_what_a_stage_raises_ends_every_rank_with_its_place(kind, name, tmp_path) -> None:
     _, faulty, sentence = FAULTS[name]
@@ -225,6 +226,7 @@ def loses(world: World, how: str, folder: str) -> None:
     noted(world, folder, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -287,6 +289,7 @@ def disagrees(world: World) -> None:
     torch.testing.assert_close(loss, mse(nn.Sequential(*stages)(x), y).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_do_not_agree_are_told_and_can_go_on(kind) -> None:
     run_world(kind, disagrees, RANKS)

@@ -4,6 +4,7 @@ import copy
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -234,6 +235,7 @@ def finalize_reduces_gradients(world: World) -> None:
         assert differ(mine, [param.grad for param in model.parameters()]) != finalize
 
 
+@pytest.mark.slow
 def test_every_option_of_a_pipeline_and_of_its_calls_does_something() -> None:
     run_world("threads", OPTIONS.check, 2)
 

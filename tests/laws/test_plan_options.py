@@ -187,6 +187,7 @@ def options_of_stages_that_are_shared(world: World) -> None:
     assert again > gathers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_option_of_a_plan_and_of_a_split_does_something(ranks: int) -> None:
     run_world("threads", OPTIONS.check, ranks)

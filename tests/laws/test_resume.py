@@ -125,17 +125,19 @@ def check_close(source: str, target: str, folder: Path, half: int = HALF) -> Non
                 )
 
 
-@pytest.mark.slow_for("processes", "gloo")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_all_steps_are_one_half_and_the_other_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     check_the_same(kind, 2, ON_TWO, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_MORE)
 def test_they_are_the_same_bits_on_any_number_of_simulated_ranks(name: str, tmp_path: Path) -> None:
     check_the_same("threads", LAYOUTS[name].ranks, [name], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), OTHERS)
 def test_another_layout_goes_on_as_the_one_that_has_saved(
     source: str, target: str, tmp_path: Path

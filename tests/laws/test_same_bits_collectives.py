@@ -73,6 +73,7 @@ def digests(kind: str, run: int) -> list[tuple[str, str]]:
     return run_world(kind, battery, RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_all_ranks_hold_the_same_bits(kind) -> None:
     assert len({replicated for replicated, _ in digests(kind, 0)}) == 1
@@ -82,6 +83,7 @@ def test_ranks_hold_parts_of_their_own() -> None:
     assert len({own for _, own in digests("threads", 0)}) == RANKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_two_runs_give_the_same_bits(kind) -> None:
     assert digests(kind, 0) == digests(kind, 1)

@@ -130,6 +130,7 @@ def every_case(world: World) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:units=by_function.* matches no module:UserWarning")
 def test_what_differs_is_named_with_its_rank_on_every_rank_before_the_first_step(kind) -> None:

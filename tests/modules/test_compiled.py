@@ -125,6 +125,7 @@ def every_state_is_plain(world: ec.World) -> None:
         states_are_plain(world, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPS)
 def test_a_state_dict_has_the_names_of_the_plain_model_with(name):
     run_world("threads", states_are_plain, 2, (name,))
@@ -161,6 +162,7 @@ def optimizers_are_plain(world: ec.World, name: str) -> None:
             assert torch.equal(found[key]["exp_avg"], state["state"][key]["exp_avg"]), (way, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WRAPS if name != "DDP"])
 def test_an_optimizer_state_has_the_names_of_the_plain_model_with(name):
     run_world("threads", optimizers_are_plain, 2, (name,))

@@ -110,6 +110,7 @@ def train_all(world: ec.World, kind: str) -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("threads", 1), ("threads", 3), ("processes", 2), ("gloo", 2)]
 )

@@ -125,6 +125,7 @@ def check_all_totals(world: ec.World) -> None:
                 reset_expected()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchs_own_clipping_of_a_sharded_model_is_that_of_one_process(kind: str) -> None:
     run_world(kind, check_all_totals, RANKS)

@@ -128,6 +128,7 @@ def columns_of_trainer(world: ec.World) -> None:
         assert {"input_ids", "labels"} <= {*trainer._signature_columns}
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_drops_no_column_of_a_wrapped_model() -> None:
     ec.run(columns_of_trainer, 1)
 

@@ -52,6 +52,7 @@ def solution_of(solved: Solved) -> str:
     return source
 
 
+@pytest.mark.slow
 def test_right_solutions_pass_and_wrong_ones_are_told_what_is_missing(
     solved: tuple[Solved, dict[str, Any]],
 ) -> None:

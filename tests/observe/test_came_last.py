@@ -1,6 +1,7 @@
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import echelon as ec
@@ -51,6 +52,7 @@ def record(world: ec.World, folder: str) -> CameLast:
     return came_last(world)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_notes_the_rank_that_was_late(tmp_path: Path) -> None:
     results = ec.run(record, 2, "processes", args=(str(tmp_path / "run"),))
     assert results[0] == results[1]
@@ -70,6 +72,7 @@ def delayed(world: ec.World) -> CameLast:
     return came_last(world)
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_fault_delays_comes_late() -> None:
     fault = testing.slow(0.1)
     result, _ = testing.run_faulty(delayed, 2, fault, rank=1, world="processes", timeout=60.0)

@@ -136,6 +136,7 @@ def train(world: ec.World, folder: Path, strategy: ec.Strategy) -> None:
                 recorder.watch(lambda: model.memory_stats(optimizer).by_category())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "most_whole"), [("FULL_SHARD", 2 * UNIT), ("SHARD_GRAD_OP", LAYERS * UNIT)]
 )

@@ -87,6 +87,7 @@ def train_many_microbatches(world: ec.World) -> list[HeldUp]:
     return held_up(world)
 
 
+@pytest.mark.slow
 def test_a_stage_that_has_more_messages_than_others_is_not_named() -> None:
     # That in the middle sends to both sides, and receives from both.
     assert ec.run(train_many_microbatches, RANKS) == [[]] * RANKS
@@ -112,6 +113,7 @@ def collect_in_each_step(world: ec.World) -> list[tuple[int, Activity]]:
     return [(cost.rank, cost.activity) for cost in held_up(world)]
 
 
+@pytest.mark.slow
 def test_simulated_ranks_share_the_cost_of_garbage_collections() -> None:
     assert ec.run(collect_in_each_step, 2, "threads") == [[]] * 2
 
@@ -142,6 +144,7 @@ def train_and_ask(world: ec.World) -> list[tuple[int, Activity]]:
     return [(cost.rank, cost.activity) for cost in held_up(world)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dawdles_before_its_calls_in_backward_is_named() -> None:
     # Each step has one call: the model fits into a bucket.
     named = testing.run_faulty(train_and_ask, 2, testing.slow(0.05), rank=1, timeout=60.0)

@@ -4,6 +4,8 @@ import json
 import re
 from dataclasses import replace
 
+import pytest
+
 from echelon.page import Chart, Curve, Mark, Stroke
 
 
@@ -65,6 +67,7 @@ def test_one_curve_needs_no_legend_and_marks_of_one_name_have_one_entry() -> Non
     assert html.count('<path class="mark"') == 2
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_no_long_page() -> None:
     long = line(x=list(range(100_000)), y=[float(i % 977) for i in range(100_000)])
     assert len(chart(long)) < 40_000

@@ -7,6 +7,7 @@ from echelon.page.ticks import number_text, thinned, ticks
 FINITE = st.floats(-1e9, 1e9)
 
 
+@pytest.mark.slow
 @given(FINITE, st.floats(1e-3, 1e9), st.integers(2, 12))
 def test_ticks_are_few_ascending_and_inside(low: float, span: float, most: int) -> None:
     places = ticks(low, low + span, most)
@@ -30,6 +31,7 @@ def test_numbers_are_short() -> None:
     assert number_text(1e-15) == "0"
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(st.none(), FINITE), min_size=1, max_size=3000))
 def test_a_thinned_line_keeps_its_highest_and_lowest_value(values: list[float | None]) -> None:
     places = thinned(values, limit=50)

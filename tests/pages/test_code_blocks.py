@@ -83,14 +83,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     random.setstate(state)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow if '"processes"' in page.read_text() else ())
-        for page in WITH_PYTHON
-    ],
-    ids=page_name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=page_name)
 def test_python_of_a_page_runs_and_prints_what_it_shows(page: Path, folder: Path) -> None:
     skip_without_host(page)
     ranks = num_ranks(page)

@@ -269,6 +269,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_is_the_plain_model(kind: str, ranks: int) -> None:

@@ -63,6 +63,7 @@ PLANS: dict[str, list[ec.Plan]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", PLANS)
 def test_shared_stages_train_as_one_process_does(world: str) -> None:
     checks: list[Any] = [partial(trains, plan=one) for one in PLANS[world]]
@@ -71,6 +72,7 @@ def test_shared_stages_train_as_one_process_does(world: str) -> None:
     run_world(world, each, 4, (checks,))
 
 
+@pytest.mark.slow
 def test_a_mesh_of_three_axes_trains_as_one_process_does() -> None:
     run_world("threads", trains, 8, (plan("1f1b", dp=2, shard=2), 1))
 
@@ -198,6 +200,7 @@ def keeps_the_window(world: World) -> None:
     assert peaks == [2 * nbytes, nbytes]
 
 
+@pytest.mark.slow
 def test_shared_stages_are_the_plain_model() -> None:
     run_world("threads", each, 4, ((recomputes, ties_by_hand, frozen_and_empty),))
 
@@ -285,6 +288,7 @@ def refuses(world: World) -> None:
             ec.Pipeline(wrapped, mesh["pp"], microbatches=2)
 
 
+@pytest.mark.slow
 def test_a_plan_is_carried_out_or_refused() -> None:
     run_world("threads", each, 4, ((without_stages, cuts_a_model, refuses),))
 

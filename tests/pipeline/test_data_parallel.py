@@ -107,6 +107,7 @@ def of_one_process(first: Callable[[], nn.Module]) -> dict[str, Tensor]:
     return train_alone(model, optimizer, STEPS, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_a_stage_that_a_step_does_not_train_takes_part_with_nothing(kind: str) -> None:
     expected = [of_one_process(first) for first in FIRST for _ in AXES for _ in HOW]

@@ -233,6 +233,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("threads", 2), ("threads", 4), ("processes", 3), ("gloo", 2)]
 )

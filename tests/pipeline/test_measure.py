@@ -55,6 +55,7 @@ def sleeps(world: World, name: str, chunks: int) -> tuple[Timeline, float, list[
     return measured.timeline, planned.makespan, measured.waited_s, measured.costs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_a_measured_step_overlaps_its_stages_and_is_no_shorter_than_planned(
     name: str, chunks: int
@@ -138,5 +139,6 @@ def is_interrupted_before_it_waits(world: World) -> None:
     every_rank_has_the_timeline_of_all(world)
 
 
+@pytest.mark.slow
 def test_a_computation_starts_when_its_value_is_there_however_late_the_wait_begins() -> None:
     ec.run(is_interrupted_before_it_waits, 2, "processes")

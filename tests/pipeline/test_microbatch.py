@@ -115,6 +115,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("threads", 2), ("threads", 4), ("processes", 3), ("gloo", 2)]
 )

@@ -76,7 +76,7 @@ def check(world: str, ranks: int, cases: list[tuple[str, str, int, int]]) -> Non
         compare(ranks, case, [results[i] for results in by_rank])
 
 
-@pytest.mark.slow_for("4")
+@pytest.mark.slow_for("3", "4")
 @pytest.mark.parametrize(
     ("world", "ranks", "microbatches", "kinds"),
     [

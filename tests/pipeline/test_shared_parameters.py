@@ -33,11 +33,13 @@ PLANS: dict[str, list[ec.Plan]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", PLANS)
 def test_stages_that_share_a_parameter_train_as_one_process_does(world: str) -> None:
     run_world(world, each, 4, ([partial(trains, plan=one) for one in PLANS[world]],))
 
 
+@pytest.mark.slow
 def test_a_shared_parameter_on_a_mesh_of_three_axes_trains_as_in_one_process() -> None:
     run_world("threads", trains, 8, (plan("zb-v", dp=2, shard=2),))
 

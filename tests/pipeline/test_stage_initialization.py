@@ -41,6 +41,7 @@ def start(world: World, chunks: int) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_values_do_not_depend_on_how_the_model_is_cut() -> None:
     (alone,) = ec.run(start, 1, args=(1,))
     assert alone["inner.blocks.0.up.weight"].std() > 0

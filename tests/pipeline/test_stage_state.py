@@ -135,6 +135,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", PLANS)
 def test_a_state_goes_to_the_plain_model_and_back(world: str) -> None:
     run_world(world, each, 4, ([partial(there_and_back, one=one) for one in PLANS[world]],))
@@ -214,6 +215,7 @@ PLANS_OF_SHARDS: dict[str, list[ec.Plan]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANS_OF_SHARDS)
 def test_stages_of_all_ranks_are_the_model_and_can_be_written(kind: str) -> None:
     run_world(
@@ -221,10 +223,12 @@ def test_stages_of_all_ranks_are_the_model_and_can_be_written(kind: str) -> None
     )
 
 
+@pytest.mark.slow
 def test_stages_on_a_mesh_of_three_axes_are_the_model_and_can_be_written() -> None:
     run_world("threads", is_held_and_loaded, 8, (plan("zb-v", dp=2, shard=2, fsdp=SMALL),))
 
 
+@pytest.mark.slow
 def test_stages_that_nobody_replicates_are_the_model_and_can_be_written() -> None:
     checks = [partial(is_held_and_loaded, plan=one) for one in (plan("1f1b"), plan("zb-v"))]
     run_world("threads", each, 2, (checks,))
@@ -233,6 +237,7 @@ def test_stages_that_nobody_replicates_are_the_model_and_can_be_written() -> Non
 # --- what is said of them ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_parameter_that_stages_share_has_all_names_and_numbered_copies() -> None:
     def main(world: World, one: ec.Plan, copies: int) -> None:
         stages = ec.pipeline.split(decoder(), one.pp * one.chunks)
@@ -270,6 +275,7 @@ class Frozen(nn.Module):
         return x * self.scale + self.shift
 
 
+@pytest.mark.slow
 def test_a_stage_without_a_wrapper_is_each_ranks_own_of_all_that_have_it() -> None:
     def main(world: World, one: ec.Plan) -> None:
         stages = [*build("plain", 1), Frozen()]
@@ -318,6 +324,7 @@ def test_a_stage_without_a_wrapper_has_the_replicas_of_another_on_its_rank() -> 
     run_world("threads", main, 4)
 
 
+@pytest.mark.slow
 def test_names_are_those_of_a_model_that_was_not_compiled() -> None:
     def main(world: World) -> None:
         mesh = world.mesh(pp=2, dp=2)

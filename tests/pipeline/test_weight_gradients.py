@@ -210,6 +210,7 @@ def forces_batch(width: int, step: int) -> Tensor:
 
 
 # Small weights are added by autograd alone, unless the schedule has halves of backwards.
+@pytest.mark.slow
 @pytest.mark.parametrize("wrt", ["input", "weight"])
 @pytest.mark.parametrize(
     ("schedule", "width", "checkpoints"),

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from functools import cache
 
+import pytest
+
 from tests.architecture.sources import (
     Modules,
     imported_modules,
@@ -50,6 +52,7 @@ def needs_torch(modules: Modules) -> list[str]:
     return sentences
 
 
+@pytest.mark.slow
 def test_schedules_need_no_torch() -> None:
     modules = read_modules()
     assert needs_torch(modules) == []

@@ -43,6 +43,7 @@ def train_with(world: ec.World, plan: ec.Plan) -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -148,6 +149,7 @@ def test_a_device_without_a_rate_is_refused_by_name(field: str) -> None:
         replace(Device.preset("A100"), **{field: 0})
 
 
+@pytest.mark.slow
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; from echelon.planner.api import plan; "
@@ -159,6 +161,7 @@ def test_planning_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environ(), timeout=60)
 
 
+@pytest.mark.slow
 def test_a_module_is_planned_for_by_an_example_and_trains_by_the_best_plan() -> None:
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(512, 8, dropout=0.0, batch_first=True)

@@ -83,6 +83,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "units"), PLANS, ids=lambda value: repr(value)[:80])
 def test_parameters_and_the_peak_are_those_of_training(plan: ec.Plan, units: Any) -> None:
     real = ec.run(trained, plan.num_ranks, args=(plan, units))
@@ -94,6 +95,7 @@ def test_parameters_and_the_peak_are_those_of_training(plan: ec.Plan, units: Any
         assert sum(step.categories.values()) == step.peak
 
 
+@pytest.mark.slow
 def test_any_rank_of_a_group_can_be_looked_at() -> None:
     plan = ec.Plan(shard=3)
     real = ec.run(trained, 3, args=(plan, BY_BLOCK))
@@ -102,6 +104,7 @@ def test_any_rank_of_a_group_can_be_looked_at() -> None:
         assert (step.num_parameters, step.parameter_bytes) == real[rank][:2]
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_has_memory_without_its_values_and_stays_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(30_000, 30_000), nn.Linear(30_000, 30_000))
@@ -139,6 +142,7 @@ def test_a_replica_goes_on_with_its_tables_of_positions(data_rank: int) -> None:
     assert step.num_parameters == ROWS * WIDTH
 
 
+@pytest.mark.slow
 def test_a_peak_is_named_and_traffic_is_counted() -> None:
     first, last = planned(ec.Plan(pp=2, microbatches=4, schedule="gpipe"))
     assert (first.stage, last.stage) == (0, 1)
@@ -149,6 +153,7 @@ def test_a_peak_is_named_and_traffic_is_counted() -> None:
     assert step.sent["all_reduce"] >= step.parameter_bytes
 
 
+@pytest.mark.slow
 def test_allocations_can_be_rounded_as_those_of_cuda_are() -> None:
     [exact] = planned(ec.Plan(dp=2))
     [rounded] = planned(ec.Plan(dp=2), rounding=512)

@@ -3,6 +3,8 @@
 import re
 from dataclasses import replace
 
+import pytest
+
 from echelon.planner.layout_space import SearchLimits
 from echelon.planner.plan_page import plans_page
 from echelon.planner.ranked_plans import Plans
@@ -52,6 +54,7 @@ def test_without_a_pipeline_there_is_no_schedule() -> None:
     assert "The schedule" not in page
 
 
+@pytest.mark.slow
 def test_a_long_schedule_says_with_how_many_microbatches_it_is_drawn() -> None:
     fixed = {"pp": 4, "chunks": 1, "microbatch": 1, "tp": 1, "cp": 1}
     limits = SearchLimits(global_batch=4096, fixed=fixed, keep=1)

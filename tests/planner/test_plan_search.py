@@ -57,6 +57,7 @@ def check_against_all(
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     hosts=st.sampled_from([1, 2, 3, 4]),

@@ -79,6 +79,7 @@ def test_the_peak_of_a_script_is_that_of_its_run(program: Program, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.py"]
 
 
+@pytest.mark.slow
 def test_each_stage_of_a_plan_is_looked_at_and_none_of_its_many_ranks(program: Program) -> None:
     plan = ec.Plan(pp=2, shard=500, microbatches=4)
     first, last = check_script(program, ["pp=2,shard=500", "3"], plan)

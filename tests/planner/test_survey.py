@@ -1,5 +1,7 @@
 """A look at every layout: the smallest, the front of time and memory, and what does not fit."""
 
+import pytest
+
 from echelon.planner.layout import Layout
 from echelon.planner.layout_space import SearchLimits, layouts
 from echelon.planner.plan_search import PlannedLayout
@@ -29,6 +31,7 @@ def everything() -> list[PlannedLayout]:
     ]
 
 
+@pytest.mark.slow
 def test_the_smallest_have_the_least_memory_of_all_that_fit() -> None:
     sizes = sorted(plan.memory.total for plan in everything() if plan.memory.total <= plan.limit)
     assert [plan.memory.total for plan in looked_at().smallest] == sizes[:5]
@@ -49,6 +52,7 @@ def test_no_plan_is_both_faster_and_smaller_than_one_of_the_front() -> None:
         assert any(time <= seconds and size <= nbytes for time, size in front)
 
 
+@pytest.mark.slow
 def test_of_axes_of_which_nothing_fits_the_nearest_is_refused() -> None:
     def kind(plan: object) -> tuple[int, ...]:
         layout = plan.layout  # type: ignore[attr-defined]

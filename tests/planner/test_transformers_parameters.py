@@ -166,6 +166,7 @@ def test_every_rank_of_every_plan_keeps_what_the_wrappers_keep(name: str) -> Non
             check(name, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_rank_of_a_tied_model_in_stages_keeps_what_the_wrappers_keep() -> None:
     check("llama, tied", ec.Plan(pp=2, shard=2, microbatches=2))

@@ -24,6 +24,7 @@ def test_the_table_has_the_coordinates_of_the_mesh() -> None:
     assert isinstance(schedule, Picture)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [ec.Plan(), ec.Plan(dp=64), ec.Plan(pp=64, microbatches=256), ec.Plan(pp=2, microbatches=2)],

@@ -88,5 +88,6 @@ def uses_options(world: World) -> None:
     assert not any(unit.sharded for stage in pipe.stages.values() for unit in stage.units)
 
 
+@pytest.mark.slow
 def test_options_of_a_plan_are_those_of_what_it_makes() -> None:
     run_world("threads", uses_options, 4)

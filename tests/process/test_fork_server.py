@@ -26,7 +26,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow_for("True", "9")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_all"),
     [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False)],

@@ -25,6 +25,7 @@ def who_is_asked(world: ec.World) -> tuple[bool, list[str], list[str]]:
     return answer, seen, later
 
 
+@pytest.mark.slow
 def test_the_main_thread_does_what_simulated_ranks_ask_of_it() -> None:
     assert ec.run(who_is_asked, 3) == [(True, ["MainThread"], ["later"])] * 3
 

@@ -85,6 +85,7 @@ BUSY = "while True: pass"
 STARTS = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {BUSY!r}])"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [BUSY, STARTS])
 def test_what_a_process_has_started_works_as_long_as_any_of_it_runs(code: str) -> None:
     with child("import time; time.sleep(1000)"):

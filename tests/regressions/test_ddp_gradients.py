@@ -84,7 +84,7 @@ def both_ways_agree(world: ec.World, programs: list[str]) -> None:
                     assert a is None or torch.equal(a, b), (reduction, program, a, b)
 
 
-@pytest.mark.slow_for("1", "4")
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradients_are_those_of_overlap_whatever_comes_between(ranks):
     run_world("threads", both_ways_agree, ranks, ([*PROGRAMS, *random_programs(40)],))

@@ -89,6 +89,7 @@ def all_train_as_one_process(world: ec.World) -> None:
             trains_as_one_process(world, loss, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_with_derivatives_of_derivatives_train_as_in_one_process(kind):
     run_world(kind, all_train_as_one_process, 2)
@@ -294,6 +295,7 @@ def refused(world: ec.World) -> None:
             torch.testing.assert_close(found.grad, expected.grad, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # it is refused
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's forward mode
 @pytest.mark.parametrize("kind", KINDS)

@@ -55,6 +55,7 @@ def waits_twice(world: ec.World) -> None:
         with_0.recv(torch.zeros(1), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("main", [gives_up_and_computes, waits_twice])
 def test_neither_a_rank_that_has_given_up_nor_one_that_still_waits_is_blamed(main, kind) -> None:
@@ -88,6 +89,7 @@ def has_a_message_beside_a_collective(world: ec.World) -> tuple[int, ...]:
     return missing
 
 
+@pytest.mark.slow
 def test_a_collective_that_is_waited_for_names_its_own_peer_and_not_that_of_a_message() -> None:
     found = run_world("gloo", has_a_message_beside_a_collective, 3, timeout=5 * TIMEOUT_S)
     assert found == [(1,), (), ()]
@@ -107,6 +109,7 @@ def gives_up_and_lives_on(world: ec.World) -> RankStatus:
     return entry
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_caught_an_error_waits_for_nobody_any_more() -> None:
     """Else it could hang afterwards as long as it likes: a rank that waits is never late."""
     entry, _ = run_world("gloo", gives_up_and_lives_on, 2, timeout=TIMEOUT_S)

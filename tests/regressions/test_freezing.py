@@ -163,6 +163,7 @@ def pipeline_trains_as_one_process(
     assert_states_close(pipe.whole_state_dict(), plain_weights(9, replicas), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "schedule", "options"), PLANS)
 def test_a_pipeline_has_the_weights_of_one_process(plan, schedule, options):
     ranks = plan["pp"] * plan.get("dp", 1) * plan.get("shard", 1)
@@ -329,6 +330,7 @@ def distil_all(world: ec.World) -> list[dict[str, Tensor]]:
     return [distil(world, one) for one in strategies]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("threads", 1), ("threads", 3), ("processes", 2), ("gloo", 2)]
 )

@@ -107,6 +107,7 @@ def goes_on(world: ec.World) -> None:
                     assert torch.equal(one.grad.detach(), expected.grad.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_after_a_pass_that_failed_on_all_ranks(kind: str) -> None:
     run_world(kind, goes_on, 2, timeout=20)
@@ -176,6 +177,7 @@ def forward_then_write(world: ec.World, offload: ec.Offload) -> None:
                 model.load_state_dict(zeros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [ec.Offload.NONE, ec.Offload.ALL])
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_step_or_a_load_waits_for_the_forwards_of_other_ranks(kind, offload) -> None:

@@ -82,6 +82,7 @@ def train(
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", list(PROGRAMS))
 @pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP])
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -114,6 +115,7 @@ def evaluate(world: ec.World, strategy: ec.Strategy) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP])
 def test_ranks_skip_units_in_an_evaluation_of_a_unit_that_is_called_twice(
     strategy: ec.Strategy,
@@ -158,6 +160,7 @@ def train_tied(world: ec.World) -> None:
                     torch.testing.assert_close(param.grad, expected.grad, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_a_tied_weight_gets_a_gradient_from_each_reentrant_checkpoint(kind: str) -> None:
     run_world(kind, train_tied, RANKS, timeout=20)

@@ -126,6 +126,7 @@ def read_all_states(world: ec.World) -> None:
             del output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_have_what_a_step_between_forward_and_backward_wrote(kind: str) -> None:
     run_world(kind, read_all_states, 2)
@@ -151,6 +152,7 @@ def load_and_read(world: ec.World) -> None:
             del output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_have_what_a_load_between_forward_and_backward_wrote(kind: str) -> None:
     run_world(kind, load_and_read, 2)
@@ -221,6 +223,7 @@ def train_all_with_looks(world: ec.World) -> None:
             assert_states_close(found, expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_after_a_look_gathers_again_where_ranks_skip_units(kind: str) -> None:
     run_world(kind, train_all_with_looks, 2, timeout=20)
@@ -265,6 +268,7 @@ def load_before_backward(world: ec.World) -> None:
             torch.testing.assert_close(x.grad.double(), expected, **close, msg=f"{i}, {look_too}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_after_a_load_takes_what_was_loaded_with_every_strategy(kind: str) -> None:
     run_world(kind, load_before_backward, 2)
@@ -285,6 +289,7 @@ def step_before_backward(world: ec.World) -> None:
             model(rows(world.rank)).square().mean().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_after_a_step_is_the_error_of_torch_with_every_strategy(kind: str) -> None:
     run_world(kind, step_before_backward, 2)
@@ -326,6 +331,7 @@ def partial_backwards(world: ec.World) -> None:
         assert_states_close(gradients_of(model.unwrap()), gradients_of(plain), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_through_some_of_several_forwards_leaves_the_others(kind: str) -> None:
     run_world(kind, partial_backwards, 2, timeout=20)

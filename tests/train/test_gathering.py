@@ -63,6 +63,7 @@ def test_every_rank_gets_each_sample_once_in_the_order_of_the_data(kind: str) ->
         check_equal(batches, torch.arange(11))
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(1, 4), st.integers(0, 6), st.integers(1, 20))
 def test_any_number_of_ranks_gathers_what_one_process_has(

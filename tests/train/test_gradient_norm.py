@@ -164,6 +164,7 @@ def check(world: ec.World) -> None:
                 torch.testing.assert_close(norm, wanted, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_with_complex_weights_are_clipped_as_in_one_process(kind: str) -> None:
     run_world(kind, check, 2)

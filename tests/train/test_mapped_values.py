@@ -67,6 +67,7 @@ def check_equal(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(VALUES)
 def test_what_is_mapped_equals_what_was_put_in(value: Any) -> None:

@@ -34,6 +34,7 @@ def test_a_mixture_with_the_state_of_another_goes_on_as_that_does(position: int,
     assert list(islice(mixture, 30)) == whole[position:]
 
 
+@pytest.mark.slow
 def test_samples_have_the_proportions_of_the_weights() -> None:
     counts = Counter(islice(ec.Mixture({"a": ["a"], "b": ["b"]}, {"a": 3, "b": 1}), 20_000))
     # The standard deviation of a count is 61.

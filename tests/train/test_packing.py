@@ -31,6 +31,7 @@ def tokens_and_pairs(sequences: list[Any]) -> tuple[list[int], list[tuple[int, i
     return tokens, pairs
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(DOCUMENTS, st.integers(1, 7))
 def test_every_token_and_every_pair_of_a_document_is_there_once(
@@ -49,6 +50,7 @@ def test_every_token_and_every_pair_of_a_document_is_there_once(
                 assert positions.tolist() == list(range(len(positions)))
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(DOCUMENTS, st.integers(1, 7), st.integers(0, 10), st.integers(1, 3))
 def test_a_stream_that_is_stopped_and_resumed_has_the_same_sequences(

@@ -78,6 +78,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert SampleOrder(num_samples=1, batch_size=1).version == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_samples", "num_seeds"), [(3, 300), (5, 1200)])
 def test_all_orders_of_a_few_samples_are_equally_frequent(num_samples: int, num_seeds: int) -> None:
     num_orders = math.factorial(num_samples)

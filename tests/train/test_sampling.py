@@ -67,6 +67,7 @@ def resumed(
     return new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("epoch", [0, 1])

@@ -86,6 +86,7 @@ def test_weighted_parts_train_as_one_process_does(kind: str, size: int, tmp_path
         check(state, 7)
 
 
+@pytest.mark.slow
 def test_a_job_that_goes_on_with_other_numbers_of_ranks_trains_as_one_process_does(
     tmp_path: Path,
 ) -> None:

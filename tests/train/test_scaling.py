@@ -90,6 +90,7 @@ def trains_all(world: World) -> None:
         assert trains(world, how, options) == [256.0, 128.0, 128.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_skip_the_step_of_one_infinite_input_and_then_train_on(kind: str) -> None:
     run_world(kind, trains_all, 2)

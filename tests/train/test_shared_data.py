@@ -69,6 +69,7 @@ def waits(world: World) -> list[int]:
     return shared[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_build_may_take_longer_than_the_timeout(kind: str) -> None:
     assert run_world(kind, waits, 2, timeout=1.5) == [[0, 1, 2]] * 2

@@ -64,6 +64,7 @@ def stops(world: ec.World, number: int, who: int) -> tuple[int, str]:
     return step, stop.signal.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(kind: str) -> None:
     before = handlers()
@@ -89,6 +90,7 @@ def leaves(world: ec.World) -> None:
         raise SystemExit(stop.exit_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_the_exit_code_says_that_the_job_can_be_resumed(kind: str) -> None:
     assert (ec.EXIT_RESUMABLE, ec.StopSignals.exit_code) == (75, 75)
@@ -107,6 +109,7 @@ def saves_slowly(world: ec.World, folder: str) -> bool:
     return Path(folder, "saved").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_no_rank_leaves_while_another_one_still_saves(kind: str, tmp_path: Path) -> None:
     assert ec.run(saves_slowly, 3, kind, args=(str(tmp_path),)) == [True] * 3
@@ -122,6 +125,7 @@ def gets_it_late(world: ec.World) -> str:
     return stop.signal.name if stop.signal else ""
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_to_a_rank_after_it_has_stopped_does_not_end_it() -> None:
     assert ec.run(gets_it_late, 2, "processes") == ["SIGUSR1"] * 2
 
@@ -133,6 +137,7 @@ def fails_to_save(world: ec.World) -> None:
             raise OSError("a disk is full")
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_to_save_ends_the_ranks_that_wait_for_it() -> None:
     before = handlers()
     with pytest.raises(OSError, match="a disk is full"):
@@ -152,6 +157,7 @@ def counts(world: ec.World, every: int) -> tuple[list[bool], int]:
         return answers, world.group._position - before
 
 
+@pytest.mark.slow
 def test_every_bounds_how_often_the_ranks_talk() -> None:
     never, always = [False] * 2, [True] * 5
     assert ec.run(counts, 2, "processes", args=(3,)) == [([*never, *always], 2)] * 2
@@ -174,6 +180,7 @@ def hurries(world: ec.World) -> tuple[float | None, float, float]:
     return early, first, second
 
 
+@pytest.mark.slow
 def test_the_seconds_left_count_from_the_signal_on_every_rank() -> None:
     for early, first, second in ec.run(hurries, 2, "processes"):
         assert early is None
@@ -195,6 +202,7 @@ def test_the_seconds_left_count_from_the_signal_on_every_rank() -> None:
 # --- handlers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_signal_of_the_same_kind_does_what_the_first_would_have_done() -> None:
     seen: list[int] = []
 
@@ -225,6 +233,7 @@ def test_a_handler_that_was_put_in_place_meanwhile_stays() -> None:
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
 
 
+@pytest.mark.slow
 def test_only_the_signals_that_were_asked_for_are_caught() -> None:
     before = handlers()
     _, stop = alone(signals=[signal.SIGUSR2, signal.SIGUSR2])
@@ -236,6 +245,7 @@ def test_only_the_signals_that_were_asked_for_are_caught() -> None:
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_blocks_inside_one_another_share_a_signal_and_the_next_block_knows_nothing_of_it() -> None:
     before = handlers()
     _, outer = alone()
@@ -253,6 +263,7 @@ def test_blocks_inside_one_another_share_a_signal_and_the_next_block_knows_nothi
         assert inner.signal is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_the_group_of_one_process_needs_no_other_rank(kind: str) -> None:
     assert run_world(kind, stops, 1, (signal.SIGUSR1, 0))[0][1] == "SIGUSR1"
@@ -275,6 +286,7 @@ def waits(world: ec.World) -> bool:
     return stop.signal is not None
 
 
+@pytest.mark.slow
 def test_simulated_ranks_without_the_main_thread_hear_no_signals_and_warn() -> None:
     before = handlers()
     with pytest.warns(RuntimeWarning, match=r"rank \d runs outside of the main thread"):
@@ -294,6 +306,7 @@ def one_in_a_thread(world: ec.World) -> tuple[int, str]:
         return in_a_thread(stops, world, signal.SIGUSR1, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hears_no_signals_stops_with_one_that_does() -> None:
     first, second = ec.run(one_in_a_thread, 2, "processes")
     assert first == second

@@ -149,6 +149,7 @@ def test_64_containers_come_back_and_more_are_refused(wrap: Callable[[Any], Any]
             encode(nested(depth, wrap), "it")
 
 
+@pytest.mark.slow
 def test_lists_that_share_lists_do_not_grow_without_end() -> None:
     value: Any = [1] * 10
     for _ in range(40):

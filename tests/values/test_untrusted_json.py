@@ -15,6 +15,7 @@ from tests.checkpoint.manifests import JSON
 MEMORY = 2**20
 
 
+@pytest.mark.slow
 @given(JSON, st.booleans(), st.sampled_from([None, 1]))
 def test_any_json_is_read_as_it_was_written(value: Any, ascii_only: bool, indent: Any) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
@@ -22,6 +23,7 @@ def test_any_json_is_read_as_it_was_written(value: Any, ascii_only: bool, indent
     assert repr(found) == repr(value)  # 1, 1.0 and True are equal, and -0.0 is 0.0
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=4))
 def test_what_is_written_is_the_shortest_ascii(value: dict[str, Any]) -> None:
     data = write_json(value, "it")

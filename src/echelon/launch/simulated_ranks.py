@@ -23,6 +23,7 @@ from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
 from echelon.comm.world import World
 from echelon.diagnosis.stragglers import StragglerRule
+from echelon.errors import CommTimeout
 from echelon.launch.rank_function import call
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
@@ -104,8 +105,12 @@ class SimulatedRanks:
                     thread = run_in_background(f"rank {rank}", self._rank_main, rank)
                     self.threads.append(thread)
                 self._await(is_held, wait)
+            except CommTimeout as error:
+                world.fail(-1, error)
+                raise
             except BaseException as error:  # Ctrl-C: free the ranks before we leave
                 world.fail(-1, error)
+                self.left_behind()  # one that runs still changes the process, which is ours again
                 raise
             if world.failure is not None:
                 self._raise_first()

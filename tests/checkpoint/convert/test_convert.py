@@ -51,6 +51,7 @@ def _load(world: World, folder: Path, optimizer: bool) -> State:
     return {**found, "values": dict(loaded.values)}
 
 
+@pytest.mark.slow
 def test_one_safetensors_file_has_the_names_and_bits_of_the_plain_model(
     saved: tuple[Path, State], tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_shards_have_the_index_of_hugging_face_and_come_back(
     check_equal(load(tmp_path / "back", optimizer=False)["model"], state["model"])
 
 
+@pytest.mark.slow
 def test_transformers_reads_what_was_converted(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)

@@ -18,6 +18,7 @@ def every_path_of(world: ec.World, way: type[Direct | Staged]) -> None:
     assert type(world.group._collectives._large) is way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [Direct, Staged])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_large_collectives_are_right_whether_ranks_may_read_each_other_or_not(ranks, way) -> None:

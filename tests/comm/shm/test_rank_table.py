@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import echelon as ec
@@ -47,6 +48,7 @@ def wait_in_every_way(world: ec.World) -> dict[str, float]:
     return shares
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_uses_less_than_a_twentieth_of_a_core() -> None:
     shares = ec.run(wait_in_every_way, 2, "processes")[1]
     assert len(shares) == 5
@@ -63,6 +65,7 @@ def stay(world: ec.World, folder: str) -> None:
     world.group.barrier()
 
 
+@pytest.mark.slow
 def test_ranks_die_with_the_process_that_started_them(tmp_path) -> None:
     code = (
         "import sys, echelon as ec; from tests.comm.shm.test_rank_table import stay;"

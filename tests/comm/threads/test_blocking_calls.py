@@ -67,6 +67,7 @@ def test_a_long_sleep_hands_on_and_takes_its_time(handed: Handed) -> None:
     assert handed.times == 1
 
 
+@pytest.mark.slow
 def test_a_long_wait_for_an_event_hands_on(handed: Handed) -> None:
     event = threading.Event()
     timer = later(event.set, LONG_S)
@@ -77,6 +78,7 @@ def test_a_long_wait_for_an_event_hands_on(handed: Handed) -> None:
     assert handed.times == 2
 
 
+@pytest.mark.slow
 def test_a_long_wait_for_a_thread_a_queue_and_a_future_hands_on(handed: Handed) -> None:
     later(lambda: None, LONG_S).join()
     assert handed.times == 1
@@ -97,6 +99,7 @@ def test_a_long_wait_for_a_thread_a_queue_and_a_future_hands_on(handed: Handed) 
     assert handed.times == times + 1
 
 
+@pytest.mark.slow
 def test_a_long_wait_for_another_process_hands_on(handed: Handed) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
@@ -151,6 +154,7 @@ def test_others_may_take_the_lock_of_a_condition_until_the_turn_comes_back(lock:
     assert steps == ["other", "rank"]
 
 
+@pytest.mark.slow
 def test_threads_that_are_no_ranks_wait_as_ever(handed: Handed) -> None:
     def wait() -> None:
         time.sleep(LONG_S)
@@ -183,6 +187,7 @@ def test_python_is_as_before_when_the_last_rank_has_ended_and_other_replacements
     time.sleep = sleep
 
 
+@pytest.mark.slow
 def test_a_notification_is_not_lost_while_the_wait_gives_up_its_grace(handed: Handed) -> None:
     condition = threading.Condition()
 
@@ -203,6 +208,7 @@ def test_a_wait_without_the_lock_is_refused(handed: Handed) -> None:
         threading.Condition().wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_keeps_its_turn_while_it_waits(
     handed: Handed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ class SlowKeys(io.StringIO):
         return super().readline()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_a_rank_in_pdb_that_was_opened_by_hand_is_not_late(concurrent: bool) -> None:
     def main(world: ec.World) -> float:

@@ -65,6 +65,7 @@ def test_a_default_dtype_that_is_none_is_refused_on_its_rank_only(concurrent: bo
     assert ec.run(main, 2, concurrent=concurrent) == [torch.float32] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_others_inside_one_call_of_torch_gets_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -61,6 +61,7 @@ def test_64_ranks_start_reduce_a_mebibyte_and_stop() -> None:
     assert time.perf_counter() - start_s < 10.0  # the benchmark has the figure
 
 
+@pytest.mark.slow
 def test_200_ranks_meet() -> None:
     def main(world: ec.World) -> int:
         world.group.barrier()

@@ -12,6 +12,7 @@ import pytest
 import echelon as ec
 
 
+@pytest.mark.slow
 def test_a_rank_that_blocks_in_c_code_is_overtaken_and_warned() -> None:
     left, right = socket.socketpair()
 
@@ -32,6 +33,7 @@ def test_a_rank_that_blocks_in_c_code_is_overtaken_and_warned() -> None:
     assert warned[0].startswith("rank 0 was blocked for 2 s outside of echelon's calls")
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_process_that_computes_is_not_overtaken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

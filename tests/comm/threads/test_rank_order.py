@@ -35,6 +35,7 @@ def test_the_owner_of_the_state_is_known_on_the_threads_of_ranks_that_take_turns
     assert current_owner() is None
 
 
+@pytest.mark.slow
 def test_the_clocks_of_ranks_show_their_own_time_joined_where_they_meet() -> None:
     def main(world: ec.World) -> tuple[float, float]:
         order = world.group._world.order  # type: ignore[attr-defined]

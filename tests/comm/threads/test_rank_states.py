@@ -73,6 +73,7 @@ def test_concurrent_ranks_that_run_are_not_said_to_be_stopped() -> None:
     assert texts == ["runs, or blocks outside of groups", "stopped before its next call"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_failed_has_its_error_and_others_have_its_number() -> None:
     texts: list[str] = []
 

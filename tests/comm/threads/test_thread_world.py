@@ -159,6 +159,7 @@ def test_a_wait_with_its_own_timeout_is_no_deadlock() -> None:
     assert ec.run(main, 2) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_rank_may_communicate_from_several_threads() -> None:
     def main(world: ec.World) -> list[float]:
         groups = [world.group.subgroup(range(world.size)) for _ in range(4)]

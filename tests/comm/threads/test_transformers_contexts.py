@@ -71,6 +71,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_transformers_model_is_built_as_in_one_process(
     architecture: str, concurrent: bool
@@ -100,6 +101,7 @@ def test_twenty_runs_build_the_bits_of_one_process(architecture: str, ranks: int
             assert_same(state, expected)
 
 
+@pytest.mark.slow
 def test_ranks_load_and_build_models_of_several_dtypes_at_once(
     tmp_path: Path, concurrent: bool
 ) -> None:

@@ -54,6 +54,7 @@ def test_ranks_run_one_after_the_other_from_wait_to_wait() -> None:
     assert turns == [turn for turn in zip(ranks, steps, strict=True) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_same_program_has_the_same_interleaving_in_every_run(ranks: int) -> None:
     def main(world: ec.World) -> None:
@@ -196,6 +197,7 @@ def test_a_rank_that_asks_in_a_loop_lets_others_run() -> None:
     assert ec.run(main, 2)[0] < 3
 
 
+@pytest.mark.slow
 def test_waiting_ranks_time_out_by_the_time_that_one_rank_takes_and_not_all_together() -> None:
     def main(world: ec.World) -> None:
         work_for(0.15)
@@ -326,6 +328,7 @@ def test_a_rank_whose_world_was_left_before_its_first_turn_does_not_start() -> N
         pytest.fail("it has started")
 
 
+@pytest.mark.slow
 def test_no_clock_of_a_rank_runs_while_ranks_are_held() -> None:
     clocks: list[float] = []
 

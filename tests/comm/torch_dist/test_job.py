@@ -96,6 +96,7 @@ def use_it_after_a_failure(world: World) -> str:
 # --- tests ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["gloo", "engine"])
 @pytest.mark.parametrize(
     ("how", "cause"),
@@ -125,6 +126,7 @@ def test_a_rank_that_ends_is_named_by_the_others_with_their_call(
         assert "in end_while_others_reduce" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["gloo", "engine"])
 def test_a_rank_that_does_not_come_is_named_within_the_timeout(native: bool) -> None:
     start_s = time.monotonic()
@@ -136,12 +138,14 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(native: bool) -> 
         assert "all_reduce(sum) float32[10] of 'layer.3'" in str(outcomes[rank])
 
 
+@pytest.mark.slow
 def test_a_rank_that_lives_is_given_time_to_say_why_its_connection_closed() -> None:
     outcomes = gloo_errors(say_late_why_it_left, ranks=2, timeout=20.0)
     assert isinstance(outcomes[0], RankFailed)
     assert outcomes[0].cause == "raised ValueError: boom"
 
 
+@pytest.mark.slow
 def test_the_store_stays_for_a_rank_that_lives_and_has_yet_to_hear_of_a_failure() -> None:
     for error in gloo_errors(hear_late_of_a_rank_that_left, timeout=20.0, native=True)[::2]:
         assert isinstance(error, RankFailed)
@@ -156,6 +160,7 @@ def test_the_first_cause_is_found_behind_ranks_that_only_follow() -> None:
         assert (error.failed_rank, error.cause) == (0, "raised KeyError: 'first'")
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_failed_but_stays_holds_up_nobody() -> None:
     outcomes = gloo_errors(wait_in_a_chain_and_stay, timeout=10 * TIMEOUT_S)
     assert max(outcomes[:2]) < TIMEOUT_S

@@ -125,6 +125,7 @@ def makes_a_mesh(world: ec.World, how: str) -> float:
     return 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_that_ends_while_others_make_a_mesh_is_named_by_all_of_them(how: str) -> None:
     outcomes = gloo_outcomes(makes_a_mesh, 4, args=(how,), timeout=40.0)
@@ -173,6 +174,7 @@ def does_not_come(world: ec.World) -> None:
         world.group.subgroup([0, 1, 2])
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_new_group_is_named_alone() -> None:
     outcomes = gloo_outcomes(does_not_come, 3, timeout=2.0)
     for rank in (0, 2):

@@ -51,6 +51,7 @@ def test_ranks_of_one_job_know_one_another() -> None:
     assert outcomes(proves(), proves(), proves()) == [[], [], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stranger",
     [proves(OTHER), proves(group="world/1"), lambda peers: None],

@@ -73,6 +73,7 @@ def test_a_contradiction_is_told_to_every_rank_at_once(ranks: list[Facts], sente
     assert time.monotonic() - start_s < 5
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named() -> None:
     (text,) = outcomes([(replace(ENV, size=4), "gloo")], timeout=0.3)
     assert text == "CommTimeout: the start of the world waited 0.3 s for ranks 1, 2, 3 in vain"
@@ -130,6 +131,7 @@ def test_ranks_meet_in_the_store_of_a_process_group_that_has_the_port_already(
         assert process.exitcode == 0, (tmp_path / str(rank)).read_text()
 
 
+@pytest.mark.slow
 def test_a_port_where_something_else_listens_is_named_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -147,6 +149,7 @@ def test_a_port_in_use_is_named() -> None:
             open_store(local_job(0, 2, port), timeout=1.0)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_named() -> None:
     port = free_port()
     with pytest.raises(WorldError, match=rf"could not reach the store of rank 0 at .*:{port}"):

@@ -51,6 +51,7 @@ def test_calls_that_differ_are_shown_on_every_rank_when_they_are_compared(
         assert sorted(error.calls) == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [reduce_another_shape, send_another_length])
 def test_calls_that_differ_never_meet_and_are_shown_after_the_timeout(
     fn: Callable[[World], None],

@@ -120,6 +120,7 @@ def test_a_process_group_of_the_user_is_wrapped_and_stays_the_users() -> None:
     assert [outcome for outcome, _ in outcomes] == [[1.0], [1.0]]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_start_are_named() -> None:
     with pytest.raises(CommTimeout, match=r"start of the world waited .* s for ranks 1, 2") as info:
         connect(local_job(0, 3, free_port()), "gloo", device=torch.device("cpu"), timeout=0.5)

@@ -38,6 +38,7 @@ def await_two(store: c10d.Store, seconds: float, check: list[tuple[int, ...]]) -
     await_keys(store, ["a", "b"], deadline, check=check.append, time_out=Missing)
 
 
+@pytest.mark.slow
 def test_a_wait_ends_when_all_keys_are_there() -> None:
     store = c10d.HashStore()
     store.set("a", "")
@@ -72,6 +73,7 @@ def test_a_check_ends_a_wait_long_before_its_deadline() -> None:
 # --- memory of one user --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_of_the_same_user_reads_and_writes_a_memory_store_by_its_path() -> None:
     path, store = create_memory_store()
     store.set("a", "1")

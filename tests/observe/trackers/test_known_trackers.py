@@ -64,6 +64,7 @@ def test_every_known_tracker_has_its_class() -> None:
         assert hasattr(importlib.import_module(f"echelon.observe.trackers.{module}"), name)
 
 
+@pytest.mark.slow
 def test_no_package_is_imported_before_it_is_asked_for() -> None:
     code = "import sys, echelon.observe; from echelon.observe.trackers import tensorboard, wandb, "
     code += "mlflow, trackio; print([m for m in ('tensorboard', 'wandb', 'mlflow', 'trackio') "

@@ -46,6 +46,7 @@ def test_names_that_become_the_same_are_one_sample(tmp_path: Path) -> None:
     assert values.text().count("echelon_a_b{") == 1
 
 
+@pytest.mark.slow
 def test_the_file_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     place = tmp_path / "gpt.prom"
     tracker = PrometheusFile(TrackedRun(folder=tmp_path, name="gpt"), str(place))

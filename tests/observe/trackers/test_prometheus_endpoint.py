@@ -32,6 +32,7 @@ def ask(
         connection.close()
 
 
+@pytest.mark.slow
 def test_the_newest_values_are_answered(endpoint: PrometheusEndpoint) -> None:
     assert ask(endpoint, "/metrics")[:2] == (200, "")
     endpoint.log({"train/loss": 3.0}, 1)
@@ -43,6 +44,7 @@ def test_the_newest_values_are_answered(endpoint: PrometheusEndpoint) -> None:
     assert samples(text)["echelon_step"][1] == 2
 
 
+@pytest.mark.slow
 def test_nothing_else_is_answered(endpoint: PrometheusEndpoint) -> None:
     assert ask(endpoint, "/")[0] == 404
     assert ask(endpoint, "/../etc/passwd")[0] == 404
@@ -50,6 +52,7 @@ def test_nothing_else_is_answered(endpoint: PrometheusEndpoint) -> None:
     assert "Python" not in str(ask(endpoint, "/metrics")[2])
 
 
+@pytest.mark.slow
 def test_a_name_of_the_web_that_leads_to_loopback_gets_nothing(
     endpoint: PrometheusEndpoint,
 ) -> None:
@@ -58,6 +61,7 @@ def test_a_name_of_the_web_that_leads_to_loopback_gets_nothing(
     assert ask(endpoint, "/metrics", Host="localhost:9464")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_nothing_is_dropped_and_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +89,7 @@ def test_what_is_no_address_is_refused(place: str) -> None:
         address(place)
 
 
+@pytest.mark.slow
 def test_the_port_and_the_thread_go_with_it(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     endpoint = PrometheusEndpoint(TrackedRun(folder=tmp_path, name="gpt"), "0")
@@ -95,6 +100,7 @@ def test_the_port_and_the_thread_go_with_it(tmp_path: Path) -> None:
     assert {thread for thread in threading.enumerate() if "endpoint" in thread.name} <= before
 
 
+@pytest.mark.slow
 def test_each_rank_has_a_port_if_each_is_tracked(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

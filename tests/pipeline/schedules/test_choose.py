@@ -34,6 +34,7 @@ def test_pairs_are_fused_only_where_their_cost_is_given() -> None:
 
 
 # Known bubbles over all ranks in percent, eight ranks and 32 microbatches.
+@pytest.mark.slow
 def test_bubbles_with_messages_and_uneven_halves_are_the_known_ones() -> None:
     names = ("1f1b", "interleaved(v=4, factor=2)", "zb-h1", "zb-h2", "zb(v=2, k=1)")
     names += ("zb(v=4, k=1)", "zb(v=4, k=2)", "zb-v")

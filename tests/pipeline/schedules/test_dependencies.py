@@ -34,6 +34,7 @@ def random_schedule(seed: int) -> Schedule:
     return Schedule.from_orders(orders, "random")
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(0, 10**9))
 def test_any_order_that_can_run_is_checked_lowered_and_timed(seed) -> None:

@@ -19,6 +19,7 @@ def test_every_golden_text_belongs_to_a_schedule_and_every_name_has_one() -> Non
     assert {name for name, _, _ in VARIANTS.values()} == set(FAMILIES)
 
 
+@pytest.mark.slow
 def test_every_schedule_of_every_size_passes_every_rule() -> None:
     count = 0
     for found in [*every(range(1, 6), range(1, 8)), *every(range(3, 5), range(13, 22, 8))]:

@@ -26,6 +26,7 @@ def test_schedules_of_one_chunk_have_their_memory_and_their_bubble(name) -> None
         assert close(found.span_bubble, Fraction(p - 1, m + p - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_interleaved_has_its_memory_and_its_bubble(v, factor) -> None:
@@ -38,6 +39,7 @@ def test_interleaved_has_its_memory_and_its_bubble(v, factor) -> None:
             assert close(found.span_bubble, Fraction(p - 1, v * m + p - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v", [1, 2, 4])
 def test_looped_bfs_and_forward_only_have_their_memory_and_their_bubble(v) -> None:
     for p, m in sizes(least=1):
@@ -49,6 +51,7 @@ def test_looped_bfs_and_forward_only_have_their_memory_and_their_bubble(v) -> No
         assert close(forward.span_bubble, Fraction(p - 1, v * m + p - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 def test_zb_of_k_1_has_its_memory_and_its_bubble(v) -> None:
     for p, m in sizes(least=1):

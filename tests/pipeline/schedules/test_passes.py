@@ -22,6 +22,7 @@ def computations(found: Schedule) -> tuple:
     )
 
 
+@pytest.mark.slow
 def test_lowering_keeps_every_computation_and_passes_every_rule() -> None:
     for found in every(range(1, 4), range(1, 8, 5)):
         costs = {"F": 1, "B": 2.2, "hop": 0.1}

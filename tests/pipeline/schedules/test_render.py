@@ -33,6 +33,7 @@ def test_a_grid_has_a_cell_for_each_unit_of_time() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_grid_too_wide_to_read_is_refused_with_what_to_do() -> None:
     wide = simulate(schedule("gpipe", 4, 600, 4)).timeline
     with pytest.raises(ArgumentError, match="draw an SVG, or give a unit larger than 1"):

@@ -109,6 +109,7 @@ def assert_like_brute_force(rows: list[list[str]], ends) -> None:
             assert_closed(lists, circle)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.integers(0, 10**9))
 def test_a_schedule_is_legal_if_and_only_if_a_run_of_it_ends(seed) -> None:
@@ -139,6 +140,7 @@ def test_what_check_accepts_is_legal_under_the_usual_rules(seed) -> None:
         assert find_circle(lists, rule) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.integers(0, 10**9))
 def test_an_excerpt_is_guilty_only_if_the_whole_is(seed) -> None:

@@ -180,6 +180,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("way", "block"), RIGHT, ids=lambda value: value.__name__)

@@ -172,6 +172,7 @@ def in_two_stages(world: ec.World, start: nn.Module) -> tuple[Any, dict[str, Ten
     return loss, pipe.whole_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_transformers_are_cut_without_being_told_how(family: str) -> None:
     start = tiny(family)

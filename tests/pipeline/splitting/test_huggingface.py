@@ -91,6 +91,7 @@ def in_stages(world: ec.World, start: nn.Module, shard: int) -> dict[str, Tensor
     return pipe.whole_state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", [1, 2])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_lora_in_stages_has_the_weights_of_one_process(kind: str, shard: int):
@@ -104,6 +105,7 @@ def test_lora_in_stages_has_the_weights_of_one_process(kind: str, shard: int):
             torch.testing.assert_close(value, expected[name], **close)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_saved_beside_the_adapters_is_trained():
     start = adapted("GPT2", modules_to_save=["lm_head"])
     expected = in_one_process(start)

@@ -61,6 +61,7 @@ def test_no_cut_is_better(case) -> None:
     assert judged(case, found) == min(judged(case, blocks) for blocks in options)
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(cases(), st.integers(0, 400))
 def test_under_a_cap_no_cut_within_it_is_better(case, cap) -> None:

@@ -41,6 +41,7 @@ def steps_like(model: nn.Module, **options: dict[str, Any]) -> Callable[[World],
     return partial(step_like_the_whole, model=model, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "ranks"), [("threads", 2), ("threads", 3), ("gloo", 2)])
 def test_stages_train_as_the_model_does(world: str, ranks: int) -> None:
     mask, cost = {"mask": MASK.double()}, {"cost": [5, 1, 1, 1, 1]}
@@ -72,6 +73,7 @@ def transformers_models() -> list[nn.Module]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_models_of_transformers_train_in_stages(ranks: int) -> None:
     kwargs = {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(0)}
@@ -109,6 +111,7 @@ def test_each_cost_cuts_by_what_it_counts() -> None:
     assert sizes_of(split(model, 2, cost="flops", example=tokens)) == [2, 1]
 
 
+@pytest.mark.slow
 def test_flops_are_counted_without_running_a_model_of_any_kind() -> None:
     for model in (seeded(Decoder), *transformers_models()):
         before = copy.deepcopy(model.state_dict())

@@ -1,5 +1,8 @@
 """A stage has the state and the names of its part of the model, and runs it."""
 
+from functools import partial
+from types import MethodType
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +34,38 @@ def test_the_mode_of_a_stage_is_that_of_all_that_it_runs() -> None:
         for mode in (False, True):
             stage.train(mode)
             assert {module.training for module in stage.__dict__["body"].modules()} == {mode}
+
+
+def doubled(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return 2 * type(model).forward(model, tokens)
+
+
+def test_a_forward_that_was_set_on_the_model_runs_the_part_of_each_stage() -> None:
+    model = Decoder()
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+    plain = model(tokens)
+    model.forward = MethodType(doubled, model)
+    with pytest.raises(ArgumentError, match="Decoder was replaced on this object by functools"):
+        replaced = Decoder()
+        replaced.forward = partial(doubled, replaced)
+        split(replaced, 2)
+    ran: list[int] = []
+    for index, block in enumerate(model.inner["blocks"]):
+        block.register_forward_hook(lambda *_, index=index: ran.append(index))
+    value: torch.Tensor = tokens
+    for stage in split(model, 2):
+        value = stage(value)
+    assert ran == list(
+        range(len(model.inner["blocks"]))
+    )  # each stage runs its own blocks, and no others
+    assert torch.equal(value, 2 * plain)
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    model = Decoder()
+    model.compile()
+    with pytest.raises(ArgumentError, match="Decoder is compiled as a whole and cannot"):
+        split(model, 2)
 
 
 class Foreign(nn.Module):

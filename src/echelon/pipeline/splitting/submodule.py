@@ -18,6 +18,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MethodType
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -232,6 +233,7 @@ def _copy_containers(
     copied.__dict__ = dict(module.__dict__)
     for table in ("_parameters", "_buffers", "_modules"):
         copied.__dict__[table] = dict(module.__dict__[table])
+    _rebind_methods(module, copied, name)
     containers[name] = copied
     for local, child in module._modules.items():
         child_name = f"{name}.{local}".lstrip(".")
@@ -243,6 +245,24 @@ def _copy_containers(
             else child_in_copy(child_name, child)
         )
     return copied
+
+
+def _rebind_methods(module: nn.Module, copied: nn.Module, name: str) -> None:
+    """Bind the methods that were set on ``module`` to its copy; else they run the whole model."""
+    for attribute, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            copied.__dict__[attribute] = MethodType(value.__func__, copied)
+    whole = f"{type(module).__name__}{f' {name!r}' if name else ''}"
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        raise ArgumentError(
+            f"{whole} is compiled as a whole and cannot be split into stages: compile its blocks"
+        )
+    forward = copied.__dict__.get("forward")
+    if forward is not None and getattr(forward, "__self__", None) is not copied:
+        raise ArgumentError(
+            f"the forward of {whole} was replaced on this object by {forward!r:.80}, which runs the "
+            "whole model: replace it in the class, or by types.MethodType(function, module)"
+        )
 
 
 def empty_block(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
