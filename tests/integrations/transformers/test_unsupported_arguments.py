@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 import echelon as ec
 
@@ -31,6 +33,28 @@ def test_arguments_that_do_not_work_are_refused(
 
     with pytest.raises(ec.errors.UnsupportedError, match=message):
         make(kind_of("fsdp"), str(tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_batches", "options", "refused"),
+    [
+        (10, 3, {}, True),
+        (10, 2, {}, False),  # the training ends before
+        (10, 3, {"drop_last": True}, False),
+        (11, 3, {}, False),
+        (12, 3, {}, False),
+        (10, 3, {"shuffle": True}, True),
+    ],
+)
+def test_a_last_batch_that_a_pipeline_cannot_split_is_refused_before_the_first_step(
+    num_rows: int, num_batches: int, options: dict[str, Any], refused: bool
+) -> None:
+    from echelon.integrations.transformers.unsupported_arguments import refuse_short_batch
+
+    loader = DataLoader(list(range(num_rows)), 4, **options)
+    sentence = "the last batch of an epoch has 2 of 4 rows, too few for microbatches=3"
+    with pytest.raises(ec.ArgumentError, match=sentence) if refused else nullcontext():
+        refuse_short_batch(loader, 3, num_batches)
 
 
 def test_the_best_model_needs_the_state_of_the_training(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 ``trainer``                ``EchelonTrainer`` and ``EchelonSeq2SeqTrainer``
 ``stage_training``         a training step of a pipeline
 ``trainer_checkpoint``      a folder of ``Trainer`` that exists completely or not at all
-``unsupported_arguments``  options of ``TrainingArguments`` that are refused, and why
+``unsupported_arguments``  options and batches that are refused, and why
 """
 
 from echelon.integrations.transformers.trainer import EchelonSeq2SeqTrainer, EchelonTrainer

@@ -33,7 +33,10 @@ from echelon.integrations.transformers.trainer_checkpoint import (
     state_folder,
     state_in,
 )
-from echelon.integrations.transformers.unsupported_arguments import refuse_arguments
+from echelon.integrations.transformers.unsupported_arguments import (
+    refuse_arguments,
+    refuse_short_batch,
+)
 from echelon.pipeline.api import Pipeline
 from echelon.plans.plans import Plan
 from echelon.train.gradient_norm import clip_grad_norm_
@@ -118,6 +121,10 @@ class EchelonTraining(_Base):
         if self._sharing.num_stages > 1 and self._stages is None:
             self._stages = self._make_stages()
             self.accelerator.loss_fn = self._stages.loss_fn
+        plan = self._sharing.plan
+        if isinstance(plan, Plan) and plan.pp > 1:
+            num_batches = max_steps * self.args.gradient_accumulation_steps
+            refuse_short_batch(train_dataloader, plan.microbatches, num_batches)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _make_stages(self) -> StageTraining:

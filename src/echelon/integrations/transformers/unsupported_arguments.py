@@ -1,10 +1,12 @@
-"""Options of ``TrainingArguments`` that ``EchelonTrainer`` refuses, each with its reason."""
+"""Options and batches that ``EchelonTrainer`` refuses, each with its reason."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from echelon.errors import UnsupportedError
+from torch.utils.data import BatchSampler
+
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.integrations.sharing import Sharing
 
 # Optimizers that treat each element of a parameter by itself; a shard is enough for them.
@@ -59,3 +61,31 @@ def _refused_in_stages(args: Any) -> dict[str, str]:
     if not args.average_tokens_across_devices:
         refused["average_tokens_across_devices"] = "microbatches are weighted by their tokens"
     return refused
+
+
+def refuse_short_batch(loader: Any, microbatches: int, num_batches: int) -> None:
+    """Raise if training gets to a last batch of an epoch that a pipeline cannot split.
+
+    Args:
+        loader: a ``DataLoader`` of the batches.
+        microbatches: into how many parts each batch is split.
+        num_batches: that training takes.
+
+    Raises:
+        ArgumentError: there will be such a batch.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> refuse_short_batch(DataLoader(range(11), 4), microbatches=3, num_batches=100)
+        >>> refuse_short_batch(DataLoader(range(10), 4), microbatches=3, num_batches=2)
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    # One of Accelerate's for several replicas fills the last batch up.
+    if type(sampler) is not BatchSampler or sampler.drop_last or num_batches < len(sampler):
+        return
+    rows = len(sampler.sampler) % sampler.batch_size  # type: ignore[arg-type]
+    if 0 < rows < microbatches:
+        raise ArgumentError(
+            f"the last batch of an epoch has {rows} of {sampler.batch_size} rows, too few for "
+            f"microbatches={microbatches}: use dataloader_drop_last=True or fewer microbatches"
+        )

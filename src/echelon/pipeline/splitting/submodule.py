@@ -260,8 +260,8 @@ def _rebind_methods(module: nn.Module, copied: nn.Module, name: str) -> None:
     forward = copied.__dict__.get("forward")
     if forward is not None and getattr(forward, "__self__", None) is not copied:
         raise ArgumentError(
-            f"the forward of {whole} was replaced on this object by {forward!r:.80}, which runs the "
-            "whole model: replace it in the class, or by types.MethodType(function, module)"
+            f"the forward of {whole} was replaced on this object by {forward!r:.80}, which runs "
+            "the whole model: replace it in the class, or by types.MethodType(function, module)"
         )
 
 
