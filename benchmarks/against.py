@@ -1,11 +1,13 @@
 """Compares the times of two ranks with this tree's sources and with those of another tree.
 
     git worktree add /tmp/before REVISION
-    python benchmarks/against.py /tmp/before [--world processes] [--rounds 8] [--only fsdp]
+    python benchmarks/against.py /tmp/before [--world processes] [--rounds 3] [--only fsdp]
 
-The trees alternate. Every turn starts two ranks and times all workloads of ``WORKLOADS``; the
-medians of two turns that follow each other are compared. Losses, and FSDP's peaks of unsharded
-parameters and of gradients, do not depend on the machine, and are compared too.
+Both trees have two ranks that live at the same time and take turns, sample by sample: one tree
+works, and the ranks of the other one sleep. So the two samples of a pair are at most seconds apart,
+and see the same clock and the same neighbours of the machine. In every round all ranks start anew.
+Losses, and FSDP's peaks of unsharded parameters and of gradients, do not depend on the machine, and
+are compared too.
 """
 
 from __future__ import annotations
@@ -16,17 +18,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import json
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
-from functools import partial
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import torch
 import typer
@@ -38,6 +42,7 @@ import echelon as ec
 HERE = Path(__file__).resolve().parent
 WARM_UP = 3  # calls that make optimizer states and record orders
 RANKS = 2
+PATIENCE_S = 300.0  # for a start or one sample of a job
 
 Times = dict[str, float]  # seconds of one call by workload; "cpu" is processor time
 Facts = dict[str, Any]
@@ -52,30 +57,22 @@ class WorldKind(StrEnum):
 
 
 class Timing(NamedTuple):
-    """A call to time: ``num_samples`` samples that begin at a barrier, of ``num_calls`` calls each.
-
-    ``run`` returns the medians over the samples.
-    """
+    """A call to time: ``num_samples`` samples, each of ``num_calls`` calls after a barrier."""
 
     what: str
     call: Callable[[], object]
     num_samples: int
     num_calls: int = 1
 
-    def run(self, group: ec.Group) -> Times:
-        seconds, cpu = [], []
-        for _ in range(WARM_UP):
+    def sample(self) -> Times:
+        """One sample, in seconds of one call."""
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        for _ in range(self.num_calls):
             self.call()
-        for _ in range(self.num_samples):
-            group.barrier()
-            start, start_cpu = time.perf_counter(), time.thread_time()
-            for _ in range(self.num_calls):
-                self.call()
-            seconds.append((time.perf_counter() - start) / self.num_calls)
-            cpu.append((time.thread_time() - start_cpu) / self.num_calls)
+        seconds, cpu = time.perf_counter() - start, time.thread_time() - start_cpu
         return {
-            self.what: statistics.median(seconds),
-            f"{self.what} (processor)": statistics.median(cpu),
+            self.what: seconds / self.num_calls,
+            f"{self.what} (processor)": cpu / self.num_calls,
         }
 
 
@@ -215,94 +212,171 @@ def checkpoint(group: ec.Group) -> Iterator[Item]:
 WORKLOADS = {f.__name__: f for f in (collectives, ddp, fsdp, pipeline, checkpoint)}
 
 
-def measure(world: ec.World, names: list[str], quick: bool = False) -> dict[str, Any]:
-    """On a rank: the times and facts of these workloads; with ``quick``, of one call each."""
+class Turns:
+    """On a rank: when the tree of this rank works, and what it has measured."""
+
+    def __init__(self, group: ec.Group, address: str) -> None:
+        self._group = group
+        self._compares = None
+        if group.rank == 0:
+            with socket.socket(socket.AF_UNIX) as connected:
+                connected.connect(address)
+                self._compares = connected.makefile("rw")
+
+    def wait(self) -> None:
+        """Wait for the next turn."""
+        if self._compares is not None:
+            self._compares.readline()
+        self._group.barrier()
+
+    def say(self, reply: Mapping[str, Any]) -> None:
+        """End the turn."""
+        if self._compares is not None:
+            self._compares.write(json.dumps(reply) + "\n")
+            self._compares.flush()
+
+
+def measure(world: ec.World, names: list[str], quick: bool, address: str) -> None:
+    """On a rank: take turns in these workloads; with ``quick``, in one call of each."""
     torch.set_num_threads(1)
-    times: Times = {}
-    facts: Facts = {}
-    for name in names:
-        for item in WORKLOADS[name](world.group):
-            if isinstance(item, Timing):
-                timing = item._replace(num_samples=1, num_calls=1) if quick else item
-                times |= timing.run(world.group)
-            else:
-                what, results = item
-                facts |= {f"{what}: {key}": value for key, value in results.items()}
-    return {"times": times, "facts": facts}
+    turns = Turns(world.group, address)
+    turns.wait()
+    for item in chain.from_iterable(WORKLOADS[name](world.group) for name in names):
+        if not isinstance(item, Timing):
+            what, results = item
+            turns.say({"facts": {f"{what}: {key}": value for key, value in results.items()}})
+        else:
+            timing = item._replace(num_samples=1, num_calls=1) if quick else item
+            for _ in range(WARM_UP):
+                timing.call()
+            turns.say({"num_samples": timing.num_samples})
+            for _ in range(timing.num_samples):
+                turns.wait()
+                turns.say({"times": timing.sample()})
+        turns.wait()
+    turns.say({"end": True})
 
 
-def turn(tree: Path, world: WorldKind, names: list[str], quick: bool) -> dict[str, Any]:
-    """What two ranks measure with the sources of ``tree``, in processes of their own."""
+class Job(NamedTuple):
+    """The ranks of one tree, and what they listen to."""
+
+    tree: Path
+    ranks: TextIO
+
+    def turn(self) -> dict[str, Any]:
+        """Let this tree work; its reply."""
+        self.ranks.write("\n")
+        self.ranks.flush()
+        line = self.ranks.readline()
+        if not line:
+            raise SystemExit(f"the ranks of {self.tree} ended before their work was done")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+@contextmanager
+def running(tree: Path, world: WorldKind, names: list[str], quick: bool) -> Iterator[Job]:
+    """Two ranks with the sources of ``tree``, in processes of their own, until the body ends."""
     command = [sys.executable]
     if world is WorldKind.GLOO:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [str(HERE / "against.py"), str(tree), "--world", world, "--only", ",".join(names)]
     command += ["--quick"] if quick else []
     path = os.pathsep.join((str(tree / "src"), str(HERE)))
-    done = subprocess.run(
-        [*command, "--one-turn"],
-        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    environ = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/turns")
+        listener.listen()
+        listener.settimeout(PATIENCE_S)
+        with subprocess.Popen([*command, "--address", f"{folder}/turns"], env=environ) as job:
+            try:
+                with listener.accept()[0] as connected:
+                    connected.settimeout(PATIENCE_S)
+                    with connected.makefile("rw") as ranks:
+                        yield Job(tree, ranks)
+                job.wait(PATIENCE_S)
+            finally:
+                job.terminate()  # it has ended, unless something failed
 
 
-def measure_turn(tree: Path, world: WorldKind, names: list[str], quick: bool) -> None:
-    """Start the ranks, or join them, and print what rank 0 measures."""
+# The samples of both trees by what is timed, in pairs; their facts.
+Samples = dict[str, list[tuple[float, float]]]
+FactPairs = list[tuple[Facts, Facts]]
+
+
+def compare(this: Job, other: Job, samples: Samples, facts: FactPairs) -> None:
+    """Let two jobs take turns until they have measured all, and add what they say."""
+    while True:
+        first, second = this.turn(), other.turn()
+        if "end" in first:
+            return
+        if "facts" in first:
+            facts.append((first["facts"], second["facts"]))
+        for number in range(first.get("num_samples", 0)):
+            jobs = (this, other) if number % 2 == 0 else (other, this)
+            times = {job: job.turn()["times"] for job in jobs}
+            for what, seconds in times[this].items():
+                samples[what].append((seconds, times[other][what]))
+
+
+def start_ranks(tree: Path, world: WorldKind, names: list[str], quick: bool, address: str) -> None:
+    """Start the ranks of a job, or join them."""
     assert Path(ec.__file__).is_relative_to(tree), (ec.__file__, tree)
     if world is not WorldKind.GLOO:
-        results = ec.run(measure, RANKS, world.value, args=(names, quick))
-        print(json.dumps(results[0]), flush=True)
+        ec.run(measure, RANKS, world.value, args=(names, quick, address))
         return
     with ec.init("gloo") as joined:
-        result = measure(joined, names, quick)
-        if joined.rank == 0:
-            print(json.dumps(result), flush=True)
+        measure(joined, names, quick, address)
 
 
 def main(
     other: Annotated[Path, typer.Argument(help="A checkout of another revision.")],
     world: Annotated[WorldKind, typer.Option(help="Where the ranks live.")] = WorldKind.PROCESSES,
-    rounds: Annotated[int, typer.Option(help="Pairs of turns.")] = 8,
+    rounds: Annotated[int, typer.Option(help="How often all ranks start.")] = 3,
     only: Annotated[str, typer.Option(help="Workloads, with commas.")] = ",".join(WORKLOADS),
     quick: Annotated[bool, typer.Option("--quick", help="One call of each: to try it.")] = False,
-    one_turn: Annotated[bool, typer.Option(hidden=True)] = False,
+    address: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Compare this tree with another one."""
     names = only.split(",")
     if unknown := set(names) - WORKLOADS.keys():
         raise typer.BadParameter(f"{sorted(unknown)}; there are {', '.join(WORKLOADS)}")
-    if one_turn:
-        measure_turn(other, world, names, quick)
+    if address:
+        start_ranks(other, world, names, quick, address)
         return
-    pairs = []
+    samples: Samples = defaultdict(list)
+    facts: FactPairs = []
     for number in range(rounds):
-        turns = [
-            partial(turn, tree, world, names, quick) for tree in (HERE.parent, other.resolve())
-        ]
-        results = [run() for run in (turns if number % 2 == 0 else reversed(turns))]
-        pairs.append(results if number % 2 == 0 else results[::-1])
-        print(f"pair {number + 1} of {rounds}", flush=True)
-    show(pairs)
+        trees = (HERE.parent, other.resolve())
+        with (
+            running(trees[0], world, names, quick) as this_job,
+            running(trees[1], world, names, quick) as other_job,
+        ):
+            compare(this_job, other_job, samples, facts)
+        print(f"round {number + 1} of {rounds}", flush=True)
+    show(samples, facts)
 
 
-def show(pairs: Sequence[Sequence[dict[str, Any]]]) -> None:
+def show(samples: Samples, facts: FactPairs) -> None:
     """Print the times of both trees and their ratios, and whether the facts are the same."""
     print(f"{'':44} {'this, ms':>10} {'other, ms':>10}  other / this: median (of the fastest)")
-    facts = pairs[0][0]["facts"]
-    for what in pairs[0][0]["times"]:
-        times = [[result["times"][what] * 1e3 for result in pair] for pair in pairs]
-        this, other = zip(*times, strict=True)
-        ratio = statistics.median(b / a for a, b in times)
+    for what, pairs in samples.items():
+        this, other = (
+            [seconds * 1e3 for seconds in of_tree] for of_tree in zip(*pairs, strict=True)
+        )
+        ratio = statistics.median(b / a for a, b in pairs)
         print(
             f"{what:44} {statistics.median(this):10.4f} {statistics.median(other):10.4f}"
             f"  {ratio:.3f} ({min(other) / min(this):.3f})"
         )
-    for what, value in facts.items():
-        same = all(result["facts"][what] == value for pair in pairs for result in pair)
-        print(f"{what}: {value}, {'the same' if same else 'NOT the same'} in all turns")
+    found = defaultdict(list)
+    for pair in facts:
+        for of_tree in pair:
+            for what, value in of_tree.items():
+                found[what].append(value)
+    for what, values in found.items():
+        same = all(value == values[0] for value in values)
+        print(f"{what}: {values[0]}, {'the same' if same else 'NOT the same'} in all turns")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmarks run, measure in alternation, and leave a complete JSON file and nothing else."""
 
+import io
 import json
 import re
 import subprocess
@@ -225,24 +226,36 @@ def test_sleeping_stages_sleep_as_long_as_the_simulation_says() -> None:
 def test_every_operation_of_two_ranks_is_timed() -> None:
     import against
 
-    for result in ec.run(against.measure, 2, args=(["collectives"], True)):
-        assert len(result["times"]) == 2 * (10 + 6)  # wall and processor time
-        assert {"barrier, 1 KiB", "all_reduce, 4 MiB (processor)"} <= result["times"].keys()
-        assert min(result["times"].values()) > 0
+    def names(world: ec.World) -> list[str]:
+        return [timing.what for timing in against.collectives(world.group)]
+
+    for timed in ec.run(names, 2):
+        assert len(set(timed)) == 10 + 6
+        assert {"barrier, 1 KiB", "all_reduce, 4 MiB"} <= set(timed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", ["processes", "gloo"])
+@pytest.mark.parametrize("world", ["threads", "processes", "gloo"])
 def test_two_trees_are_compared_in_turns(world: str, capsys: pytest.CaptureFixture[str]) -> None:
     import against
 
-    options = {"world": against.WorldKind(world), "only": "collectives", "quick": True}
+    options = {"world": against.WorldKind(world), "only": "collectives,fsdp", "quick": True}
     against.main(ROOT, **options, rounds=1)
     progress, _, *rows = capsys.readouterr().out.splitlines()
-    assert (progress, len(rows)) == ("pair 1 of 1", 2 * (10 + 6))
-    for row in rows:
+    assert progress == "round 1 of 1"
+    times, facts = rows[: 2 * (10 + 6 + 2)], rows[2 * (10 + 6 + 2) :]
+    for row in times:
         this, other, ratio = map(float, re.findall(r"\d+\.\d+", row)[:3])
         assert ratio == pytest.approx(other / this, rel=0.05)
+    assert len(facts) == 4
+    assert all(row.endswith(", the same in all turns") for row in facts)
+
+
+def test_a_tree_whose_ranks_end_early_is_named() -> None:
+    import against
+
+    with pytest.raises(SystemExit, match="the ranks of old ended before their work was done"):
+        against.Job(Path("old"), io.StringIO()).turn()
 
 
 @pytest.mark.parametrize(("loss", "verdict"), [(1.5, "the same"), (2.5, "NOT the same")])
@@ -251,11 +264,8 @@ def test_a_loss_that_differs_between_two_trees_is_said(
 ) -> None:
     import against
 
-    pairs = [
-        [{"times": {"step": s}, "facts": {"loss": 1.5}} for s in (0.004, 0.002)],
-        [{"times": {"step": 0.001}, "facts": {"loss": value}} for value in (1.5, loss)],
-    ]
-    against.show(pairs)
+    samples = {"step": [(0.004, 0.002), (0.001, 0.001)]}
+    against.show(samples, [({"loss": 1.5}, {"loss": 1.5}), ({"loss": 1.5}, {"loss": loss})])
     _, times, facts = capsys.readouterr().out.splitlines()
     assert times.split() == ["step", "2.5000", "1.5000", "0.750", "(1.000)"]
     assert facts == f"loss: 1.5, {verdict} in all turns"

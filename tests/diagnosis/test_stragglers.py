@@ -13,7 +13,13 @@ import torch
 
 import echelon as ec
 from echelon.diagnosis.flight_recorder import Phase, RankStatus
-from echelon.diagnosis.stragglers import ExitSign, ExitStage, StragglerRule, straggler_error
+from echelon.diagnosis.stragglers import (
+    ExitSign,
+    ExitStage,
+    StragglerRule,
+    seconds_to_follow,
+    straggler_error,
+)
 from echelon.errors import CommTimeout
 from tests.cli.jobs import Job
 
@@ -122,6 +128,44 @@ def test_under_torchrun_such_a_rank_ends_itself_and_says_why(tmp_path: Path) -> 
         code, _, lines = job.end()
     assert code == 1
     assert f"rank 1 at step 0 {SLEEPS}; others have left, and it had 3.0 s to follow" in lines
+
+
+SLOW_AT_BOTH_ENDS = """
+import atexit, time
+import echelon as ec
+from echelon.diagnosis.rank_monitor import RankMonitor
+
+set_timeout = RankMonitor.set_timeout
+
+def set_late(self, seconds):
+    time.sleep(1.0)
+    set_timeout(self, seconds)
+
+RankMonitor.set_timeout = set_late
+with ec.init("shm", timeout=60.0) as world:
+    if world.rank == 1:
+        atexit.register(time.sleep, 7.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_may_be_slow_to_end_though_it_has_said_its_timeout_late(tmp_path: Path) -> None:
+    with Job(tmp_path, SLOW_AT_BOTH_ENDS) as job:
+        code, _, lines = job.end()
+    assert (code, lines) == (0, [])
+
+
+@pytest.mark.parametrize(("timeouts", "limit"), [((), None), ((0.0,), None), ((0.0, 3.0), 3.0)])
+def test_nobody_is_late_before_a_rank_has_said_its_timeout(
+    timeouts: tuple[float, ...], limit: float | None
+) -> None:
+    facts: dict[str, Any] = {"start_ticks": 1, "phase": Phase.STARTING, "step": 0, "call": ""}
+    facts |= {"waits_for": None, "thread_id": 1, "native_id": 1, "stacks_fd": None}
+    statuses = [
+        RankStatus(rank=rank, pid=1, attempt=0, timeout_s=timeout, **facts)
+        for rank, timeout in enumerate(timeouts)
+    ]
+    assert seconds_to_follow(statuses) == limit
 
 
 def rule() -> tuple[StragglerRule, list[float]]:

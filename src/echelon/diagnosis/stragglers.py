@@ -163,6 +163,14 @@ class StragglerRule:
         )
 
 
+def seconds_to_follow(statuses: Iterable[RankStatus]) -> float | None:
+    """How long a rank gets to follow those that have left; None until a rank has said so.
+
+    A rank has begun its record before it knows.
+    """
+    return max((status.timeout_s for status in statuses), default=0.0) or None
+
+
 def sign_of(status: RankStatus) -> ExitSign:
     """What the flight recorder and the kernel say of a rank that is a process."""
     stage = ExitStage.RUNNING

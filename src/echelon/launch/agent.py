@@ -35,6 +35,7 @@ from echelon.diagnosis.stragglers import (
     ExitSign,
     ExitStage,
     StragglerRule,
+    seconds_to_follow,
     sign_of,
     straggler_error,
 )
@@ -205,11 +206,10 @@ class LocalAgent(LocalElasticAgent):
         A straggler reports itself if it can. Here are those that are stopped or stuck in C.
         """
         statuses = self._recorder.statuses(len(self.attempts))
-        if not statuses or self._plan is not None:
+        if self._rule is None and (limit_s := seconds_to_follow(statuses.values())):
+            self._rule = StragglerRule(limit_s + time_limits.SAY_SO_S)
+        if self._rule is None or self._plan is not None:
             return []
-        if self._rule is None:
-            limit = max(status.timeout_s for status in statuses.values())
-            self._rule = StragglerRule(limit + time_limits.SAY_SO_S)
         signs = {
             rank: ExitSign(stage=ExitStage.RUNNING)
             if code is None
