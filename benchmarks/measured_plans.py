@@ -3,8 +3,9 @@
     python benchmarks/measured_plans.py                # 12 plans of a GPT on 2 local processes
     python benchmarks/measured_plans.py --only pp=2
 
-The machine is measured first, for half a minute, as ``echelon plan --measure`` does. Each plan then
-trains in processes of its own. A plan is chosen by its predicted time for a sequence.
+The machine is measured as ``echelon plan --measure`` does, and each plan trains in processes of its
+own, both in every round, because the speed of a machine that others use changes within a minute.
+Medians are compared. A plan is chosen by its predicted time for a sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import re
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,38 +158,51 @@ def predict(case: Case, model: TracedModel, measured: MeasuredCluster) -> StepTi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="cases whose text contains this")
-    parser.add_argument("--steps", type=int, default=5, help="of each plan, after two")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for measuring the machine")
+    parser.add_argument("--rounds", type=int, default=3, help="of measuring and training")
+    parser.add_argument("--steps", type=int, default=5, help="of each plan in a round, after two")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for measuring, in all rounds")
     args = parser.parse_args()
     example = tokens(1)
     model = trace_model(gpt(), example, example, token_loss, dtype=None)
-    start_s = time.perf_counter()
-    measured = measure_cluster(RANKS, seconds=args.seconds)
-    print(f"measured in {time.perf_counter() - start_s:.0f} s: {measured.cluster.device}")
-    print(measured.stack.rates)
-    table = markdown_table("step time", ("plan", "s", "predicted s", "off"), ())
-    taken: dict[Case, tuple[float, float]] = {}
-    for case in cases():
-        if args.only not in str(case):
-            continue
-        time_s = max(ec.run(train, RANKS, "processes", args=(case, args.steps)))
-        predicted = predict(case, model, measured)
-        taken[case] = time_s / case.batch, predicted.total / case.batch
-        terms = sorted(predicted.terms().items(), key=lambda item: -item[1])
-        text = ", ".join(f"{name} {seconds:.3f}" for name, seconds in terms if seconds > 1e-3)
-        off = f"{predicted.total / time_s - 1:+.1%}"
-        print(
-            f"{case}: {time_s:.3f} s, predicted {predicted.total:.3f} s ({off}): {text}", flush=True
-        )
-        table.add_row(str(case), f"{time_s:.3f}", f"{predicted.total:.3f}", off)
-    Console().print(table)
-    errors = [abs(predicted / time_s - 1) for time_s, predicted in taken.values()]
-    best = min(taken, key=lambda case: taken[case][0])
-    chosen = min(taken, key=lambda case: taken[case][1])
+    chosen = [case for case in cases() if args.only in str(case)]
+    taken: dict[Case, list[float]] = {case: [] for case in chosen}
+    predicted: dict[Case, list[float]] = {case: [] for case in chosen}
+    for number in range(args.rounds):
+        measured = measure_cluster(RANKS, seconds=args.seconds / args.rounds)
+        print(f"round {number + 1} of {args.rounds}: {measured.cluster.device}", flush=True)
+        print(measured.stack.rates)
+        for case in chosen:
+            taken[case].append(max(ec.run(train, RANKS, "processes", args=(case, args.steps))))
+            prediction = predict(case, model, measured)
+            predicted[case].append(prediction.total)
+            terms = sorted(prediction.terms().items(), key=lambda item: -item[1])
+            text = ", ".join(f"{name} {seconds:.3f}" for name, seconds in terms if seconds > 1e-3)
+            print(f"{case}: {taken[case][-1]:.3f} s, predicted {text}", flush=True)
+    show(
+        {case: statistics.median(seconds) for case, seconds in taken.items()},
+        {case: statistics.median(seconds) for case, seconds in predicted.items()},
+        {case: max(seconds) / min(seconds) - 1 for case, seconds in taken.items()},
+    )
+
+
+def show(
+    taken: Mapping[Case, float], predicted: Mapping[Case, float], spread: Mapping[Case, float]
+) -> None:
+    """Print medians of all rounds, and how far the slowest round is from the fastest one."""
+    columns = ("plan", "s", "rounds differ by", "predicted s", "off")
+    table = markdown_table("step time", columns, ())
+    errors = {case: predicted[case] / seconds - 1 for case, seconds in taken.items()}
+    for case, seconds in taken.items():
+        facts = f"{seconds:.3f}", f"{spread[case]:.0%}", f"{predicted[case]:.3f}"
+        table.add_row(str(case), *facts, f"{errors[case]:+.1%}")
+    Console(width=120).print(table)
+    best = min(taken, key=lambda case: taken[case] / case.batch)
+    choice = min(predicted, key=lambda case: predicted[case] / case.batch)
+    above = taken[choice] / choice.batch / (taken[best] / best.batch) - 1
     print(
-        f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %, worst "
-        f"{max(errors):.1%}; chosen {chosen}, best {best}: "
-        f"{taken[chosen][0] / taken[best][0] - 1:.1%} above it"
+        f"{sum(abs(error) <= 0.15 for error in errors.values())} of {len(errors)} within 15 %, "
+        f"worst {max(map(abs, errors.values())):.1%}; chosen {choice}, best {best}: "
+        f"{above:.1%} above it"
     )
 
 
