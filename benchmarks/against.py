@@ -16,6 +16,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
+import inspect
 import json
 import shutil
 import socket
@@ -320,10 +321,13 @@ def compare(this: Job, other: Job, samples: Samples, facts: FactPairs) -> None:
 
 
 def start_ranks(tree: Path, world: WorldKind, names: list[str], quick: bool, address: str) -> None:
-    """Start the ranks of a job, or join them."""
+    """Start the ranks of a job, or join them; simulated ones that run at the same time."""
     assert Path(ec.__file__).is_relative_to(tree), (ec.__file__, tree)
     if world is not WorldKind.GLOO:
-        ec.run(measure, RANKS, world.value, args=(names, quick, address))
+        # Ranks of trees before turns have always run so, and have no such argument.
+        knows_turns = "concurrent" in inspect.signature(ec.run).parameters
+        at_once = {"concurrent": True} if knows_turns and world is WorldKind.THREADS else {}
+        ec.run(measure, RANKS, world.value, args=(names, quick, address), **at_once)
         return
     with ec.init("gloo") as joined:
         measure(joined, names, quick, address)
