@@ -122,7 +122,7 @@ class EchelonTraining(_Base):
             self._stages = self._make_stages()
             self.accelerator.loss_fn = self._stages.loss_fn
         plan = self._sharing.plan
-        if isinstance(plan, Plan) and plan.pp > 1:
+        if isinstance(plan, Plan) and plan.microbatches is not None:
             num_batches = max_steps * self.args.gradient_accumulation_steps
             refuse_short_batch(train_dataloader, plan.microbatches, num_batches)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

@@ -1,0 +1,61 @@
+"""Two trees are compared in turns, sample by sample."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+import echelon as ec
+from tests import test_benchmarks
+
+folder_on_path = test_benchmarks.folder_on_path
+ROOT = test_benchmarks.ROOT
+
+
+def test_every_operation_of_two_ranks_is_timed() -> None:
+    import against
+
+    def names(world: ec.World) -> list[str]:
+        return [timing.what for timing in against.collectives(world.group)]
+
+    for timed in ec.run(names, 2):
+        assert len(set(timed)) == 10 + 6
+        assert {"barrier, 1 KiB", "all_reduce, 4 MiB"} <= set(timed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["threads", "processes", "gloo"])
+def test_two_trees_are_compared_in_turns(world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import against
+
+    options = {"world": against.WorldKind(world), "only": "collectives,fsdp", "quick": True}
+    against.main(ROOT, **options, rounds=1)
+    progress, _, *rows = capsys.readouterr().out.splitlines()
+    assert progress == "round 1 of 1"
+    times, facts = rows[: 2 * (10 + 6 + 2)], rows[2 * (10 + 6 + 2) :]
+    for row in times:
+        this, other, ratio = map(float, re.findall(r"\d+\.\d+", row)[:3])
+        assert ratio == pytest.approx(other / this, rel=0.05)
+    assert len(facts) == 4
+    assert all(row.endswith(", the same in all turns") for row in facts)
+
+
+def test_a_tree_whose_ranks_end_early_is_named() -> None:
+    import against
+
+    with pytest.raises(SystemExit, match="the ranks of old ended before their work was done"):
+        against.Job(Path("old"), io.StringIO()).turn()
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(1.5, "the same"), (2.5, "NOT the same")])
+def test_a_loss_that_differs_between_two_trees_is_said(
+    loss: float, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import against
+
+    samples = {"step": [(0.004, 0.002), (0.001, 0.001)]}
+    against.show(samples, [({"loss": 1.5}, {"loss": 1.5}), ({"loss": 1.5}, {"loss": loss})])
+    _, times, facts = capsys.readouterr().out.splitlines()
+    assert times.split() == ["step", "2.5000", "1.5000", "0.750", "(1.000)"]
+    assert facts == f"loss: 1.5, {verdict} in all turns"
