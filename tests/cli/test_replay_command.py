@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from tests.processes import run_python
 
+pytestmark = pytest.mark.slow  # a job that a fixture starts takes most of the time
+
 SCRIPT = """
 import os, signal, sys
 
