@@ -300,19 +300,17 @@ def running(tree: Path, world: WorldKind, names: list[str], quick: bool) -> Iter
                 job.terminate()  # it has ended, unless something failed
 
 
-# The samples of both trees by what is timed, in pairs; their facts.
-Samples = dict[str, list[tuple[float, float]]]
-FactPairs = list[tuple[Facts, Facts]]
+Samples = dict[str, list[tuple[float, float]]]  # of both trees by what is timed, in pairs
 
 
-def compare(this: Job, other: Job, samples: Samples, facts: FactPairs) -> None:
+def compare(this: Job, other: Job, samples: Samples, facts: list[Facts]) -> None:
     """Let two jobs take turns until they have measured all, and add what they say."""
     while True:
         first, second = this.turn(), other.turn()
         if "end" in first:
             return
         if "facts" in first:
-            facts.append((first["facts"], second["facts"]))
+            facts += [first["facts"], second["facts"]]
         for number in range(first.get("num_samples", 0)):
             jobs = (this, other) if number % 2 == 0 else (other, this)
             times = {job: job.turn()["times"] for job in jobs}
@@ -349,7 +347,7 @@ def main(
         start_ranks(other, world, names, quick, address)
         return
     samples: Samples = defaultdict(list)
-    facts: FactPairs = []
+    facts: list[Facts] = []
     for number in range(rounds):
         trees = (HERE.parent, other.resolve())
         with (
@@ -361,7 +359,7 @@ def main(
     show(samples, facts)
 
 
-def show(samples: Samples, facts: FactPairs) -> None:
+def show(samples: Samples, facts: list[Facts]) -> None:
     """Print the times of both trees and their ratios, and whether the facts are the same."""
     print(f"{'':44} {'this, ms':>10} {'other, ms':>10}  other / this: median (of the fastest)")
     for what, pairs in samples.items():
@@ -374,10 +372,8 @@ def show(samples: Samples, facts: FactPairs) -> None:
             f"  {ratio:.3f} ({min(other) / min(this):.3f})"
         )
     found = defaultdict(list)
-    for pair in facts:
-        for of_tree in pair:
-            for what, value in of_tree.items():
-                found[what].append(value)
+    for what, value in chain.from_iterable(results.items() for results in facts):
+        found[what].append(value)
     for what, values in found.items():
         same = all(value == values[0] for value in values)
         print(f"{what}: {values[0]}, {'the same' if same else 'NOT the same'} in all turns")

@@ -90,17 +90,14 @@ def check_step_5(folder: Path, lines: list[str]) -> None:
     assert "noted numbers have the bits of the run" in output
 
 
-@pytest.mark.slow
 def test_a_step_of_a_job_is_replayed_from_the_command_line(job: tuple[Path, list[str]]) -> None:
     check_step_5(*job)
 
 
-@pytest.mark.slow
 def test_a_step_of_a_job_over_gloo_is_replayed(tmp_path: Path) -> None:
     check_step_5(tmp_path, start(tmp_path, backend="gloo"))
 
 
-@pytest.mark.slow
 def test_one_rank_the_debugger_another_batch_and_the_list(job: tuple[Path, list[str]]) -> None:
     folder, lines = job
     code, output = call(
@@ -136,7 +133,6 @@ def test_one_rank_the_debugger_another_batch_and_the_list(job: tuple[Path, list[
     assert "rank 1: NonFiniteError in step 5: step 5 is not finite" in output
 
 
-@pytest.mark.slow
 def test_a_rank_that_was_killed_is_replayed_to_the_end_of_its_step(tmp_path: Path) -> None:
     start(tmp_path, "kill")
     code, output = call(tmp_path)

@@ -233,7 +233,10 @@ def _copy_containers(
     copied.__dict__ = dict(module.__dict__)
     for table in ("_parameters", "_buffers", "_modules"):
         copied.__dict__[table] = dict(module.__dict__[table])
-    _rebind_methods(module, copied, name)
+    for attribute, value in module.__dict__.items():
+        if isinstance(value, MethodType) and value.__self__ is module:  # it was set on the object
+            copied.__dict__[attribute] = MethodType(value.__func__, copied)
+    _check_runs_its_part(copied, name)
     containers[name] = copied
     for local, child in module._modules.items():
         child_name = f"{name}.{local}".lstrip(".")
@@ -247,13 +250,10 @@ def _copy_containers(
     return copied
 
 
-def _rebind_methods(module: nn.Module, copied: nn.Module, name: str) -> None:
-    """Bind the methods that were set on ``module`` to its copy; else they run the whole model."""
-    for attribute, value in module.__dict__.items():
-        if isinstance(value, MethodType) and value.__self__ is module:
-            copied.__dict__[attribute] = MethodType(value.__func__, copied)
-    whole = f"{type(module).__name__}{f' {name!r}' if name else ''}"
-    if module.__dict__.get("_compiled_call_impl") is not None:
+def _check_runs_its_part(copied: nn.Module, name: str) -> None:
+    """Refuse a copy whose call would run the whole model, because it does not know the copy."""
+    whole = f"{type(copied).__name__}{f' {name!r}' if name else ''}"
+    if copied.__dict__.get("_compiled_call_impl") is not None:
         raise ArgumentError(
             f"{whole} is compiled as a whole and cannot be split into stages: compile its blocks"
         )
