@@ -67,7 +67,7 @@ class SimulatedRanks:
         self._device, self._enter = device, enter
         self.results: list[Any] = [None] * thread_world.size
         self.threads: list[threading.Thread] = []
-        self._debuggers = DebuggerWatch(self.threads)
+        self._debuggers = DebuggerWatch()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

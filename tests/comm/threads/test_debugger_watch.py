@@ -6,6 +6,7 @@ import pdb
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_clock_stands_in_pdb_in_the_block_only() -> None:
 
     within, after = Waiting(), Waiting()
     original = cmd.Cmd.cmdloop
-    with DebuggerWatch([]) as watch:
+    with DebuggerWatch() as watch:
         watch.look()
         assert runs()
         thread = debug(within)
@@ -91,6 +92,33 @@ def test_the_clock_stands_in_pdb_in_the_block_only() -> None:
     thread.join()
 
 
+def attach(monkeypatch: pytest.MonkeyPatch, is_attached: Callable[[], bool]) -> None:
+    debugpy = SimpleNamespace(is_client_connected=is_attached)
+    monkeypatch.setitem(sys.modules, "pydevd", sys)
+    monkeypatch.setitem(sys.modules, "debugpy", debugpy)  # type: ignore[arg-type]
+
+
+def test_the_clock_stands_for_a_rank_that_is_stopped_in_its_first_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The thread that has started it may not know which it is yet, as debugpy stops that as well.
+    code: dict[str, Any] = {}
+    wait = "def _do_wait_suspend(go_on): go_on.wait()"
+    exec(compile(wait, "/site-packages/pydevd.py", "exec"), code)
+    go_on = threading.Event()
+    attach(monkeypatch, lambda: True)
+    with DebuggerWatch():
+        thread = threading.Thread(target=code["_do_wait_suspend"], args=(go_on,))
+        thread.start()
+        deadline = time.monotonic() + 20
+        while runs():
+            assert time.monotonic() < deadline
+        go_on.set()
+        thread.join()
+        while not runs():
+            assert time.monotonic() < deadline
+
+
 def test_stacks_are_read_only_where_debugpy_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = threading.Event()
 
@@ -100,10 +128,8 @@ def test_stacks_are_read_only_where_debugpy_is_attached(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(sys, "_current_frames", frames)
     attached: list[bool] = []
-    debugpy = SimpleNamespace(is_client_connected=lambda: bool(attached))
-    monkeypatch.setitem(sys.modules, "pydevd", sys)
-    monkeypatch.setitem(sys.modules, "debugpy", debugpy)  # type: ignore[arg-type]
-    with DebuggerWatch([]) as watch:
+    attach(monkeypatch, lambda: bool(attached))
+    with DebuggerWatch() as watch:
         watch.look()
         assert not looked.wait(0.15)
         attached.append(True)

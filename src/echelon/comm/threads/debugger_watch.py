@@ -13,7 +13,6 @@ import cmd
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, Self, final
@@ -57,14 +56,13 @@ def is_in_debugpy(frame: FrameType | None = None) -> bool:
 
 @final
 class DebuggerWatch:
-    """Looks at threads in a ``with`` block.
+    """Looks at the threads of this process in a ``with`` block.
 
-    Args:
-        threads: of the ranks; more may be added.
+    At all of them: debugpy may stop a rank, and with it all other threads, before the thread that
+    starts the ranks has been told which one it is.
     """
 
-    def __init__(self, threads: Sequence[threading.Thread]) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self._stop = ExitStack()  # the stop of the clock that lasts, if one does
         self._is_stopped = False
         self._ended = threading.Event()
@@ -93,13 +91,8 @@ class DebuggerWatch:
             thread.start()
 
     def _look_at_stacks(self) -> None:
-        """Stop the clock if a rank is in the debugger now, or let it run again."""
-        frames = sys._current_frames()
-        stopped = any(
-            is_in_debugpy(frame)
-            for thread in self._threads
-            if (frame := frames.get(thread.ident or 0)) is not None
-        )
+        """Stop the clock if a thread is in the debugger now, or let it run again."""
+        stopped = any(map(is_in_debugpy, sys._current_frames().values()))
         if stopped and not self._is_stopped:
             self._stop.enter_context(stopped_time())
         elif self._is_stopped and not stopped:
