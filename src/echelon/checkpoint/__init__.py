@@ -7,13 +7,14 @@
 
     saving         how ranks save together, in six steps
     sections       what is saved beside tensors: the JSON of each rank, merged for the manifest
-    optimizers     the state of an optimizer as a section and ranges of tensors, and its loader
+    optimizers     the state of an optimizer as a section and ranges of tensors
     random_states  the random generators of a rank
     write_items    the ranges that this rank writes, and the tensors that those of all ranks make up
     async_save     a save that another thread writes during training
 
     loading        how ranks load together, in five steps
     load_plan      the memory of this rank that each saved range is read into, and what does not fit
+    optimizer_loading  the state of an optimizer, in memory that is read later
     saved_step     one committed step, open for reading
 
     format         the specification of the files, and the manifest

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.records import SavedTensor
 from echelon.checkpoint.sections import Json, parse_per_rank_name, per_rank_name
 from echelon.errors import CheckpointCorrupt
-from echelon.state.optimizer_state import group_options
 from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values.decoding import decode
 from echelon.values.value_types import DTYPES, nbytes_of
@@ -159,14 +157,6 @@ class LoadPlan:
             if not self.same_size:
                 self.not_restored.append(name)
         return decode(facts, _FreshTensors(self, name, restores_per_rank), f"{self.path}: {name}")
-
-    def compare_class(self, name: str, optimizer: Optimizer, section: Json) -> None:
-        """Note it if another optimizer was saved; Adam and AdamW take each other's state."""
-        here, saved = type(optimizer).__name__, section.get("class")
-        options = {key for group in optimizer.param_groups for key in group_options(group)}
-        saved_options = {key for group in section["groups"] for key in group["options"]}
-        if saved not in (None, here) and saved_options and saved_options != options:
-            self.differing[name] = f"saved from {saved}, here {here}"
 
     def differing_members(self, section: Json, name: str) -> set[str]:
         """The members of a dict whose values differed between the ranks that saved."""

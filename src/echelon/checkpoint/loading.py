@@ -29,7 +29,7 @@ from echelon import events
 from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.items import RANDOM, CheckpointItems
 from echelon.checkpoint.load_plan import LoadPlan, ReadItem
-from echelon.checkpoint.optimizers import OptimizerLoader
+from echelon.checkpoint.optimizer_loading import OptimizerLoader
 from echelon.checkpoint.place import place_of, storage_of
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.records import step_name, step_of
@@ -221,7 +221,6 @@ class _Loading:
         for name, optimizer in items.optimizers.items():
             section = self._section(name, "optimizer")
             if section is not None:
-                plan.compare_class(name, optimizer, section)
                 shards = items.shards_by_param
                 self._optimizers.append(OptimizerLoader(name, optimizer, section, shards, plan))
         for name in items.objects:
