@@ -8,7 +8,7 @@ from echelon.planner.step_memory import step_memory
 from tests.planner.sizes import MODEL, STACK, cluster
 
 
-@pytest.mark.parametrize("layers", [4, 6, 11, 14])
+@pytest.mark.parametrize("layers", [4, 6, 11, 14, 21])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [512, 300_000])
 def test_the_peaks_are_to_the_byte_those_of_the_rank_that_needs_most(

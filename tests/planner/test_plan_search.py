@@ -13,7 +13,9 @@ from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.plan_search import fastest, search, usable_bytes
+from echelon.planner.simulated_step import simulated_time
 from echelon.planner.software_stack import SoftwareStack
+from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import StepTime
 from echelon.planner.transformer import Transformer
@@ -40,7 +42,12 @@ def exhaustive(
         for layout in family.layouts()
         if step_memory(timer.model, layout, timer.stack).total <= limit
     ]
-    timed = [(layout, timer.step_time(layout)) for layout in fitting]
+    timed = [
+        (layout, simulated_time(timer, layout, timer.step_time(layout)))
+        if layout.schedule_name in WITHOUT_CLOSED_FORM
+        else (layout, timer.step_time(layout))
+        for layout in fitting
+    ]
     return sorted(timed, key=lambda pair: (pair[1].total, simplicity(pair[0])))
 
 

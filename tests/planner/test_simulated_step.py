@@ -12,6 +12,7 @@ from tests.planner.sizes import MODEL, STACK, cluster
 
 SCHEDULES = [
     (None, 1), (None, 2), (None, 4), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2),
+    ("dualpipe-v", 2), ("v-half", 2), ("v-min", 2),
 ]  # fmt: skip
 
 

@@ -16,7 +16,12 @@ CHUNKS = {
     "zb-h1": (1,),
     "zb-h2": (1,),
     "zb-v": (2,),
+    "dualpipe-v": (2,),
+    "v-half": (2,),
+    "v-min": (2,),
 }
+# Those of which the last stage is on the rank of the first one.
+_ON_A_V = ("zb-v", "dualpipe-v", "v-half", "v-min")
 
 
 class ShardedStates(Enum):
@@ -114,7 +119,7 @@ class Layout:
     @property
     def is_v(self) -> bool:
         """Whether the last stage is on the rank of the first one."""
-        return self.schedule_name == "zb-v"
+        return self.schedule_name in _ON_A_V
 
     @property
     def num_ranks(self) -> int:

@@ -20,12 +20,14 @@ class LayoutTimer:
 
     Attributes:
         table: filled as layouts are timed.
+        bubbles: of simulated pipelines, by what they depend on.
     """
 
     model: PlannedModel
     cluster: Cluster
     stack: SoftwareStack
     table: CostTable = field(init=False)
+    bubbles: dict[object, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", CostTable(self.model, self.cluster, self.stack))

@@ -29,14 +29,14 @@ class _RankLoad(NamedTuple):
 class MemoryTable:
     """Peaks of the families of one search, to the byte those of ``step_memory``.
 
-    Only the first and the last rank of a pipeline are looked at: the first has the embedding, at
-    least as many blocks as those after it and as many microbatches under way, and the last may have
-    the head.
+    Only the first two ranks and the last one of a pipeline are looked at: the first has the
+    embedding, those after the second have neither more blocks nor more microbatches under way than
+    it or the last one, and the last may have the head.
     """
 
     def __init__(self, model: PlannedModel, stack: SoftwareStack) -> None:
         self._model, self._stack = model, stack
-        self._loads: dict[tuple[int, int], list[tuple[_RankLoad, _RankLoad]]] = {}
+        self._loads: dict[tuple[int, int], list[list[_RankLoad]]] = {}
         self._sizes: dict[tuple[int, int, int, Recompute, bool], MicrobatchBytes] = {}
         self._states: dict[tuple[int, int, int, int, RankParts], list[float]] = {}
 
@@ -45,20 +45,16 @@ class MemoryTable:
         base = family.base
         sizes = self._microbatch_bytes(base)
         rows = []
-        for first, last in self._rank_loads(family):
-            first_states = self._shard_states(base, first.parts, family.shards)
-            last_states = self._shard_states(base, last.parts, family.shards)
-            first_bytes = rank_activations(sizes, first.parts, first.under_way).total
-            last_bytes = rank_activations(sizes, last.parts, last.under_way).total
-            rows.append(
-                [
-                    max(of_first + first_bytes, of_last + last_bytes)
-                    for of_first, of_last in zip(first_states, last_states, strict=True)
-                ]
-            )
+        for loads in self._rank_loads(family):
+            peaks = []
+            for parts, under_way in loads:
+                nbytes = rank_activations(sizes, parts, under_way).total
+                states = self._shard_states(base, parts, family.shards)
+                peaks.append([of_states + nbytes for of_states in states])
+            rows.append([max(of_ranks) for of_ranks in zip(*peaks, strict=True)])
         return rows
 
-    def _rank_loads(self, family: LayoutFamily) -> list[tuple[_RankLoad, _RankLoad]]:
+    def _rank_loads(self, family: LayoutFamily) -> list[list[_RankLoad]]:
         base = family.base
         key = (base.pp, base.microbatches)
         loads = self._loads.get(key)
@@ -67,17 +63,17 @@ class MemoryTable:
             self._loads[key] = loads
         return loads
 
-    def _of_schedule(self, base: Layout, choice: ScheduleChoice) -> tuple[_RankLoad, _RankLoad]:
+    def _of_schedule(self, base: Layout, choice: ScheduleChoice) -> list[_RankLoad]:
         layout = replace(base, **choice._asdict())
         counts = blocks_of_ranks(self._model.layers, layout)
-        first, last = (
+        loads = [
             _RankLoad(
                 RankParts.of(layout, counts, rank),
                 microbatches_under_way(layout, rank) / layout.chunks,
             )
-            for rank in (0, layout.pp - 1)
-        )
-        return first, last
+            for rank in sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+        ]
+        return list(dict.fromkeys(loads))
 
     def _microbatch_bytes(self, base: Layout) -> MicrobatchBytes:
         key = (base.tp, base.cp, base.microbatch, base.recompute, base.sequence_parallel)

@@ -17,10 +17,11 @@ from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.operations import PlannedModel
 from echelon.planner.refusal import RefusedPlan
-from echelon.planner.simulated_step import simulated_steps
+from echelon.planner.simulated_step import simulated_steps, simulated_time
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import StepMemory, step_memory
-from echelon.planner.step_time import StepTime
+from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
+from echelon.planner.step_time import ROUNDING, StepTime
 
 # What an allocator keeps besides what is allocated, and what the context of a device takes.
 RESERVED = 0.08
@@ -121,17 +122,20 @@ def fastest(
     limit: float,
     keep: int,
 ) -> list[tuple[Layout, StepTime]]:
-    """The fastest layouts of some families by the closed form, from the fastest on.
+    """The fastest layouts of some families, from the fastest on.
 
-    A family whose lower bound is above the slowest time that is kept has none of them, and neither
-    have those after it.
+    Times are those of closed forms, and of simulations where a schedule has none. A family whose
+    lower bound is above the slowest time that is kept has none of the fastest, and neither have
+    those after it. Layouts without a closed form come last, and are simulated from the one with the
+    least bubble on, until that alone is too slow.
     """
+    best = _Fastest(keep)
     bounds = sorted(
         (timer.least_seconds(family.base), number) for number, family in enumerate(fitting)
     )
-    best = list[tuple[tuple[float, ...], Layout, StepTime]]()
+    bounded = list[tuple[float, int, Layout, StepTime]]()
     for bound, number in bounds:
-        if len(best) == keep and bound > best[-1][0][0]:
+        if bound > best.slowest:
             break
         family = fitting[number]
         for schedule, row in zip(family.schedules, memory.peaks(family), strict=True):
@@ -140,11 +144,35 @@ def fastest(
                     continue
                 layout = family.layout(schedule, shard)
                 time = timer.step_time(layout)
-                entry = (_order((layout, time)), layout, time)
-                if len(best) < keep or entry[0] < best[-1][0]:
-                    bisect.insort(best, entry, key=lambda kept: kept[0])
-                    del best[keep:]
-    return [(layout, time) for _, layout, time in best]
+                if layout.schedule_name not in WITHOUT_CLOSED_FORM:
+                    best.add(layout, time)
+                elif time.total * (1 - ROUNDING) <= best.slowest:
+                    bounded.append((time.total * (1 - ROUNDING), len(bounded), layout, time))
+    for bound, _, layout, time in sorted(bounded):
+        if bound > best.slowest:
+            break
+        best.add(layout, simulated_time(timer, layout, time))
+    return [(layout, time) for _, layout, time in best.entries]
+
+
+class _Fastest:
+    """So many of the layouts that are added, from the fastest on."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self.entries = list[tuple[tuple[float, ...], Layout, StepTime]]()
+
+    @property
+    def slowest(self) -> float:
+        """The time of the last one; infinite while there is room for more."""
+        return self.entries[-1][0][0] if len(self.entries) == self._keep else math.inf
+
+    def add(self, layout: Layout, time: StepTime) -> None:
+        """Add a layout, unless it is slower than all that are kept."""
+        entry = (_order((layout, time)), layout, time)
+        if len(self.entries) < self._keep or entry[0] < self.entries[-1][0]:
+            bisect.insort(self.entries, entry, key=lambda kept: kept[0])
+            del self.entries[self._keep :]
 
 
 class _Count:

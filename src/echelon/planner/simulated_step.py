@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from echelon.pipeline.schedules.families import schedule
-from echelon.pipeline.schedules.simulate import simulate
+from echelon.planner.action_order import action_order
 from echelon.planner.layout import Layout
 from echelon.planner.layout_timer import LayoutTimer
-from echelon.planner.stage_time import blocks_of_stages, parts_of_block
+from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
+from echelon.planner.stage_time import costs_of_stages
 from echelon.planner.step_time import StepTime, drift_of, exposed_message
 
 _ROUNDS = 2  # of as many microbatches as there are ranks: they fill and empty a pipeline
+# Their ranks wait for each other in each round, too.
+_WAITING_IN_ROUNDS = ("interleaved", *WITHOUT_CLOSED_FORM)
 
 
 def simulated_steps(
@@ -20,19 +22,20 @@ def simulated_steps(
 ) -> list[tuple[Layout, StepTime]]:
     """Layouts with the times of ``step_time``, whose bubbles become those of the simulation.
 
-    Layouts that differ in nothing that a stage computes are simulated once.
+    Layouts that differ in nothing that a stage computes are simulated once for a timer.
     """
-    bubbles: dict[object, float] = {}
-    steps = []
-    for layout, time in timed:
-        if layout.pp > 1:
-            costs = stage_costs(timer, layout)
-            key = (layout.schedule_name, layout.microbatches, *map(tuple, costs.values()))
-            if key not in bubbles:
-                bubbles[key] = simulated_bubble(layout, costs)
-            time = _with_bubble(timer, layout, time, bubbles[key])
-        steps.append((layout, time))
-    return steps
+    return [(layout, simulated_time(timer, layout, time)) for layout, time in timed]
+
+
+def simulated_time(timer: LayoutTimer, layout: Layout, time: StepTime) -> StepTime:
+    """The time of one layout, as ``simulated_steps``."""
+    if layout.pp == 1:
+        return time
+    costs = stage_costs(timer, layout)
+    key = (layout.schedule_name, layout.microbatches, *map(tuple, costs.values()))
+    if key not in timer.bubbles:
+        timer.bubbles[key] = simulated_bubble(layout, costs)
+    return _with_bubble(timer, layout, time, timer.bubbles[key])
 
 
 def simulated_bubble(layout: Layout, costs: Mapping[str, Sequence[float]]) -> float:
@@ -40,23 +43,21 @@ def simulated_bubble(layout: Layout, costs: Mapping[str, Sequence[float]]) -> fl
 
     Where there are many microbatches, a step with ``_ROUNDS`` of them for each rank is simulated,
     and each further round takes what the slowest rank computes. Interleaved stages of different
-    length wait for each other in each round, too, so one with a round more is simulated, which says
-    how long.
+    length wait for each other in each round, too, and so do those of schedules that save memory, so
+    one with a round more is simulated, which says how long.
     """
     rest = layout.microbatches % layout.pp
     short = min(layout.microbatches, _ROUNDS * layout.pp + rest)
     bubble = _bubble(layout, costs, short)
     rounds = (layout.microbatches - short) // layout.pp
-    if rounds and layout.schedule_name == "interleaved":
+    if rounds and layout.schedule_name in _WAITING_IN_ROUNDS:
         bubble += rounds * (_bubble(layout, costs, short + layout.pp) - bubble)
     return max(0.0, bubble)
 
 
 def _bubble(layout: Layout, costs: Mapping[str, Sequence[float]], microbatches: int) -> float:
     stages = layout.pp * layout.chunks
-    actions = schedule(layout.schedule_name, stages, microbatches, layout.pp)
-    simulation = simulate(actions, costs)
-    return simulation.makespan - max(simulation.busy)
+    return action_order(layout.schedule_name, stages, microbatches, layout.pp).bubble(costs)
 
 
 def _with_bubble(timer: LayoutTimer, layout: Layout, time: StepTime, bubble: float) -> StepTime:
@@ -65,18 +66,8 @@ def _with_bubble(timer: LayoutTimer, layout: Layout, time: StepTime, bubble: flo
 
 
 def stage_costs(timer: LayoutTimer, layout: Layout) -> dict[str, list[float]]:
-    """Seconds of one microbatch in each stage, by the names of ``simulate``.
-
-    A forward has the message that comes in, a backward that which goes back, and the last stage the
-    head.
-    """
+    """As ``costs_of_stages``, of a layout."""
     rings = timer.table.rings(layout)
-    parts = parts_of_block(layout, timer.table.block(layout, rings))
-    head = timer.table.head(layout).total / 3  # a backward has two products for one of a forward
     hop = exposed_message(timer.model, layout, timer.cluster, timer.stack, rings)
-    counts = blocks_of_stages(timer.model.layers, layout.pp * layout.chunks)
-    costs = {}
-    for name, seconds, message in zip("FIW", parts, (hop, hop, 0.0), strict=True):
-        costs[name] = [count * seconds + message for count in counts]
-        costs[name][-1] += head
-    return costs
+    block, head = timer.table.block(layout, rings), timer.table.head(layout).total
+    return costs_of_stages(timer.model.layers, layout, block, head, hop)

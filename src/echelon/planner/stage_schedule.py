@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from echelon.planner.layout import Layout
 
 # Schedules that split a backward are taken with at least so many microbatches for each rank: with
 # fewer, the closed forms are not those of the action lists.
-_ROUNDS = {"zb-h2": 2, "zb-v": 2}
+_ROUNDS = {"zb-h2": 2, "zb-v": 2, "dualpipe-v": 2, "v-half": 2}
+# Their bubble is known from a simulation only.
+WITHOUT_CLOSED_FORM = ("dualpipe-v", "v-half", "v-min")
+_SPLIT = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2, "v-half": 2, "v-min": 2}
 
 
 def schedule_choices(pp: int, layers: int, microbatches: int) -> list[tuple[str | None, int]]:
@@ -14,14 +20,14 @@ def schedule_choices(pp: int, layers: int, microbatches: int) -> list[tuple[str 
 
     Example:
         >>> schedule_choices(pp=2, layers=4, microbatches=2)
-        [(None, 1), (None, 2), ('zb-h1', 1)]
+        [(None, 1), (None, 2), ('zb-h1', 1), ('v-min', 2)]
     """
     if pp == 1:
         return [(None, 1)]
     if microbatches < pp:
         return []
     choices: list[tuple[str | None, int]] = [(None, v) for v in (1, 2, 4) if layers >= pp * v]
-    for name, chunks in (("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)):
+    for name, chunks in _SPLIT.items():
         if layers >= pp * chunks and microbatches >= _ROUNDS.get(name, 1) * pp:
             choices.append((name, chunks))
     return choices
@@ -54,8 +60,44 @@ def bubble_of_a_stage(layout: Layout, forward: float, inputs: float, weights: fl
             return forward + max(0.0, inputs - 2 * weights)
         case "zb-v":
             return max(forward / 2, inputs / 2, inputs - weights)
+        case name if name in WITHOUT_CLOSED_FORM:
+            raise ValueError(f"{name} has no closed form")  # least_bubble has a bound
         case _:
             return (forward + inputs + weights) / layout.chunks
+
+
+def least_bubble(
+    layout: Layout,
+    forwards: Sequence[float],
+    inputs: Sequence[float],
+    weights: Sequence[float],
+    busy: Sequence[float],
+) -> float:
+    """No order of actions on a V has a smaller bubble, from the first start to the last end.
+
+    A rank begins after the forwards of all stages before its first one. After its last gradient of
+    inputs those of these stages follow, and on the first rank the gradients of weights; meanwhile
+    it has no more gradients of weights left than microbatches of which it keeps activations.
+
+    Args:
+        forwards: seconds of a forward of one microbatch in each stage.
+        inputs: seconds of the gradients of its inputs.
+        weights: seconds of the gradients of its weights.
+        busy: seconds of all microbatches on each rank.
+
+    Example:
+        >>> layout = Layout(pp=2, chunks=2, microbatches=4, schedule="v-half")
+        >>> least_bubble(layout, [1.0] * 4, [1.0] * 4, [1.0] * 4, [24.0] * 2)
+        1.0
+    """
+    starts = list(accumulate(forwards, initial=0.0))
+    drains = list(accumulate(inputs, initial=weights[0]))
+    least = busy[0]
+    for rank in range(1, layout.pp):
+        longest = max(weights[rank], weights[-1 - rank])
+        left = microbatches_under_way(layout, rank) * longest
+        least = max(least, starts[rank] + busy[rank] + max(0.0, drains[rank] - left))
+    return least - max(busy)
 
 
 def microbatches_under_way(layout: Layout, rank: int) -> int:
@@ -74,6 +116,13 @@ def microbatches_under_way(layout: Layout, rank: int) -> int:
     match layout.schedule_name:
         case "zb-h1" | "zb-v":
             most = pp * chunks
+        case "dualpipe-v":
+            most = 2 * pp + 1
+        case "v-half":
+            most = 2 * ((pp + 2) // 2)
+        case "v-min":
+            # With 3n - 1 ranks, the first one gets gradients before it needs all its room.
+            most = 2 * ((pp + 4) // 3) - (rank == 0 and pp % 3 == 2)
         case "zb-h2":
             most = 2 * pp - 1
         case "interleaved":

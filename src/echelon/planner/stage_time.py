@@ -132,6 +132,28 @@ def stage_seconds(
     return times
 
 
+def costs_of_stages(
+    layers: int, layout: Layout, block: BlockTime, head: float, hop: float
+) -> dict[str, list[float]]:
+    """Seconds of one microbatch in each stage, by the names of ``simulate``.
+
+    A forward has the message that comes in, a backward that which goes back, and the last stage the
+    head.
+
+    Args:
+        layers: of the model.
+        head: seconds of the head, forward and backward.
+        hop: seconds of one message.
+    """
+    counts = blocks_of_stages(layers, layout.pp * layout.chunks)
+    costs = {}
+    parts = parts_of_block(layout, block)
+    for name, seconds, message in zip("FIW", parts, (hop, hop, 0.0), strict=True):
+        costs[name] = [count * seconds + message for count in counts]
+        costs[name][-1] += head / 3  # a backward has two products for one of a forward
+    return costs
+
+
 def _exchanges(model: PlannedModel, layout: Layout, rings: Rings, tokens: float) -> float:
     """Seconds of one pass through a block, forward or backward."""
     nbytes = WIDTH * tokens * model.hidden

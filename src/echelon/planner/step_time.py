@@ -14,10 +14,15 @@ from echelon.planner.cost_table import CostTable
 from echelon.planner.layout import Layout, ShardedStates
 from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import bubble_of_a_stage
+from echelon.planner.stage_schedule import (
+    WITHOUT_CLOSED_FORM,
+    bubble_of_a_stage,
+    least_bubble,
+)
 from echelon.planner.stage_time import (
     BlockTime,
     blocks_of_ranks,
+    costs_of_stages,
     parts_of_block,
     stage_seconds,
 )
@@ -26,7 +31,7 @@ from echelon.planner.stage_time import (
 # the weight of 16 bits: bytes for each element of a shard, and for each element of the rank.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 38, 4
 _BUCKET_BYTES = 25e6  # of gradients that are reduced while the backward runs, the default of DDP
-_ROUNDING = 1e-12  # sums of the same terms in another order differ by less
+ROUNDING = 1e-12  # sums of the same terms in another order differ by less
 
 
 @final
@@ -87,7 +92,8 @@ def step_time(
     Returns:
         the terms of the rank with the slowest stages. All its microbatches take it the time of the
         computing terms; until its first and after its last microbatch it waits for the other
-        ranks, as long as the schedule says.
+        ranks, as long as the schedule says. Of a schedule without a closed form that is the least
+        that it can be, and ``simulated_steps`` has the rest.
     """
     table = CostTable(model, cluster, stack) if table is None else table
     rings, head = table.rings(layout), table.head(layout)
@@ -97,7 +103,13 @@ def step_time(
     head_rank = 0 if layout.is_v else layout.pp - 1
     stages = stage_seconds(counts, block.total, head.total, hop, head_rank)
     slowest = max(range(layout.pp), key=stages.__getitem__)
-    bubble = (sum(stages) - stages[slowest]) * bubble_part(layout, block)
+    if layout.schedule_name in WITHOUT_CLOSED_FORM:
+        costs = costs_of_stages(model.layers, layout, block, head.total, hop / layout.chunks)
+        bubble = least_bubble(
+            layout, *costs.values(), [layout.microbatches * stage for stage in stages]
+        )
+    else:
+        bubble = (sum(stages) - stages[slowest]) * bubble_part(layout, block)
     compute = _compute(block, head, counts[slowest], has_head=slowest == head_rank)
     compute = compute.times(layout.microbatches)
     exchange = layout.microbatches * counts[slowest] * block.exchanged
@@ -132,7 +144,7 @@ def least_seconds(
     fewest, most = model.layers // layout.pp, -(-model.layers // layout.pp)
     slowest = max(most * block, fewest * block + table.head(layout).total)
     busy = layout.microbatches * slowest * (1 + drift_of(layout, cluster, stack))
-    return (busy + stack.rates.step_s) * (1 - _ROUNDING)
+    return (busy + stack.rates.step_s) * (1 - ROUNDING)
 
 
 def bubble_part(layout: Layout, block: BlockTime) -> float:
