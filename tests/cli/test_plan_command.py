@@ -12,6 +12,7 @@ from echelon.cli import app
 from echelon.planner.measured_cluster import as_cluster
 from tests.planner.sizes import MODEL
 from tests.planner.test_measured_cluster import RATES
+from tests.processes import run_python
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA = MODELS / "llama-3-8b.json"
@@ -35,6 +36,16 @@ def test_the_best_plans_are_a_table_with_what_bounds_them() -> None:
     options = ("--global-batch", 16, "--best", 3, "--axes", "plan")
     code, output = call(LLAMA, "--cluster", "8 H100", *options)
     assert (code, len(output.splitlines())) == (0, 5)
+
+
+@pytest.mark.slow
+def test_plans_are_found_without_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from echelon.cli import app; "
+        f"CliRunner().invoke(app, ['plan', {str(LLAMA)!r}, '--cluster', '8 H100', "
+        "'--global-batch', '16']); sys.exit('torch' in sys.modules)"
+    )
+    assert run_python("-c", code).returncode == 0
 
 
 def test_the_terms_of_a_plan_add_up() -> None:

@@ -11,7 +11,7 @@ def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:
     assert len(every) == len(set(every)) > 50
     assert {(layout.num_ranks, layout.global_batch) for layout in every} == {(8, 16)}
     assert {layout.schedule_name for layout in every} == {
-        "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
+        "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min",
     }  # fmt: skip
     assert {layout.sharded for layout in every} == set(ShardedStates)
     assert {layout.recompute for layout in every} == {Recompute.NOTHING, Recompute.BLOCKS}

@@ -18,6 +18,8 @@ LAYOUTS = [
     Layout(dp=8, microbatches=2),
     Layout(pp=4, dp=2, microbatches=8),
     Layout(pp=2, shard=4, chunks=2, microbatches=4, sharded=ShardedStates.OPTIMIZER),
+    Layout(pp=2, dp=4, chunks=2, microbatches=8, schedule="v-half"),
+    Layout(pp=2, dp=4, chunks=2, microbatches=8, schedule="dualpipe-v"),
 ]
 
 

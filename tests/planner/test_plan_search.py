@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,11 @@ from echelon.planner.layout import Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
+from echelon.planner.model_file import read_transformer
+from echelon.planner.plan_options import plan_of
 from echelon.planner.plan_search import fastest, search, usable_bytes
 from echelon.planner.simulated_step import simulated_time
-from echelon.planner.software_stack import SoftwareStack
+from echelon.planner.software_stack import SoftwareStack, rates_of
 from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import StepTime
@@ -141,6 +144,22 @@ def test_the_best_are_ordered_by_their_simulated_times() -> None:
     assert times == sorted(times)
     closed = [timer.step_time(planned.layout).total for planned in result.best]
     assert closed != sorted(closed)  # uneven stages wait otherwise than the closed form says
+
+
+def test_v_min_is_chosen_where_no_other_schedule_fits() -> None:
+    """405 billion parameters on 512 devices, of which 16 divide the gradients of a stage."""
+    model = read_transformer(Path("examples/models/llama-3-405b.json"))
+    place = Cluster.parse("64x8 H100")
+    stack = SoftwareStack(name="fsdp", rates=rates_of("fsdp"))
+    fixed = {"tp": 1, "cp": 1, "ep": 1}
+    limits = SearchLimits(global_batch=512, fixed=fixed, plans_only=True)
+    result = search(model, place, stack, limits)
+    assert result.num_fitting == 1
+    assert result.best[0].layout.schedule_name == "v-min"
+    assert plan_of(result.best[0].layout).schedule == "v-min"
+    nearest = result.nearest
+    assert nearest is not None
+    assert nearest.layout.schedule_name != "v-min"
 
 
 def test_fixed_axes_are_kept() -> None:

@@ -3,6 +3,7 @@ from itertools import pairwise
 
 import pytest
 
+from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.simulate import simulate
 from echelon.planner.layout import Layout
@@ -49,6 +50,12 @@ def test_the_first_rank_of_1f1b_keeps_as_many_microbatches_as_there_are_ranks() 
     assert microbatches_under_way(Layout(pp=4, microbatches=2), 0) == 2
 
 
+def test_a_schedule_without_a_closed_form_has_none() -> None:
+    layout = Layout(pp=2, microbatches=4, chunks=2, schedule="v-half")
+    with pytest.raises(ArgumentError, match="'v-half' has no closed form: simulate it"):
+        bubble_of_a_stage(layout, 1.0, 1.0, 1.0)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_schedule_on_a_v_has_a_smaller_bubble_than_the_bound(seed: int) -> None:
     draw = random.Random(seed)
@@ -63,7 +70,7 @@ def test_no_schedule_on_a_v_has_a_smaller_bubble_than_the_bound(seed: int) -> No
         costs["F"][-1] += draw.choice([0.0, 3.0])
         actions = schedule(layout.schedule_name, 2 * pp, layout.microbatches, pp)
         simulation = simulate(actions, costs)
-        least = least_bubble(layout, *costs.values(), simulation.busy)
+        least = least_bubble(layout, costs, simulation.busy)
         assert 0 <= least <= simulation.makespan - max(simulation.busy) + 1e-9
 
 

@@ -4,9 +4,10 @@ import pytest
 
 from echelon.planner.layout import Layout
 from echelon.planner.layout_space import SearchLimits, layouts
+from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.plan_search import PlannedLayout
+from echelon.planner.simulated_step import simulated_time
 from echelon.planner.step_memory import step_memory
-from echelon.planner.step_time import step_time
 from echelon.planner.survey import Front, Survey, pareto_of, survey
 from tests.planner.sizes import MODEL, STACK, cluster
 
@@ -20,10 +21,11 @@ def looked_at() -> Survey:
 
 def everything() -> list[PlannedLayout]:
     place = cluster(2, 4)
+    timer = LayoutTimer(MODEL, place, STACK)
     return [
         PlannedLayout(
             layout=layout,
-            time=step_time(MODEL, layout, place, STACK),
+            time=simulated_time(timer, layout, timer.step_time(layout)),
             memory=step_memory(MODEL, layout, STACK),
             limit=LIMIT,
         )

@@ -91,10 +91,12 @@ def plan_with(
 
     Exit code 1: no plan fits, and the nearest ones are named, or the script of --check does not.
     """
-    from echelon.cli import plan_command, script_check_command, what_if_command
+    from echelon.cli import plan_command, what_if_command
 
     _check_options(context)
     if check is not None and cluster is not None:
+        from echelon.cli import script_check_command  # which brings torch
+
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
         _leave(lambda: script_check_command.show(check, words, cluster, fix or [], max_memory))
     if model is None or global_batch is None or arguments or check is not None:

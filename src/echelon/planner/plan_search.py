@@ -19,8 +19,8 @@ from echelon.planner.operations import PlannedModel
 from echelon.planner.refusal import RefusedPlan
 from echelon.planner.simulated_step import simulated_steps, simulated_time
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.step_memory import StepMemory, step_memory
 from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
+from echelon.planner.step_memory import StepMemory, step_memory
 from echelon.planner.step_time import ROUNDING, StepTime
 
 # What an allocator keeps besides what is allocated, and what the context of a device takes.

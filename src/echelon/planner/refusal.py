@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from echelon.pipeline.schedules.families import schedule
+from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, WEIGHT
 from echelon.planner.layout import Layout
 from echelon.planner.plan_options import layout_text
-from echelon.planner.stage_schedule import microbatches_under_way
+from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM, microbatches_under_way
 from echelon.planner.step_memory import StepMemory
 
 _MOST_CATEGORIES = 3
+_ROUNDS = 3  # of as many microbatches as there are ranks: by then each has had its peak
 
 
 @final
@@ -70,6 +73,29 @@ def peak_moment(layout: Layout, stage: int) -> str:
     """
     num_forwards = layout.microbatches * layout.chunks
     under_way = int(microbatches_under_way(layout, stage))
+    if layout.schedule_name in WITHOUT_CLOSED_FORM:
+        return f"after forward {_forwards_at_peak(layout, stage)} of {num_forwards}"
     if under_way < num_forwards:
         return f"after forward {under_way + 1} of {num_forwards}"
     return f"in backward 1 of {num_forwards}"
+
+
+def _forwards_at_peak(layout: Layout, rank: int) -> int:
+    """How many forwards a rank has run when it first has gradients and most activations.
+
+    Where it never has both, when it first has most activations.
+    """
+    microbatches = min(layout.microbatches, _ROUNDS * layout.pp)
+    stages = layout.pp * layout.chunks
+    orders = schedule(layout.schedule_name, stages, microbatches, layout.pp).orders
+    alive = forwards = without_gradients = 0
+    for action in orders[rank]:
+        if action.kind is FORWARD:
+            alive, forwards = alive + 1, forwards + 1
+            if alive == microbatches_under_way(layout, rank):
+                if alive < forwards:
+                    return forwards
+                without_gradients = forwards
+        elif action.kind in (WEIGHT, BACKWARD):
+            alive -= 1
+    return without_gradients

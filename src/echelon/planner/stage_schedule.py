@@ -1,10 +1,11 @@
-"""What the schedule of a pipeline costs in closed form: its bubble, and what a rank keeps."""
+"""What the schedule of a pipeline costs without a simulation: its bubble, and what a rank keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from echelon.errors import ArgumentError
 from echelon.planner.layout import Layout
 
 # Schedules that split a backward are taken with at least so many microbatches for each rank: with
@@ -61,17 +62,13 @@ def bubble_of_a_stage(layout: Layout, forward: float, inputs: float, weights: fl
         case "zb-v":
             return max(forward / 2, inputs / 2, inputs - weights)
         case name if name in WITHOUT_CLOSED_FORM:
-            raise ValueError(f"{name} has no closed form")  # least_bubble has a bound
+            raise ArgumentError(f"schedule {name!r} has no closed form: simulate it")
         case _:
             return (forward + inputs + weights) / layout.chunks
 
 
 def least_bubble(
-    layout: Layout,
-    forwards: Sequence[float],
-    inputs: Sequence[float],
-    weights: Sequence[float],
-    busy: Sequence[float],
+    layout: Layout, costs: Mapping[str, Sequence[float]], busy: Sequence[float]
 ) -> float:
     """No order of actions on a V has a smaller bubble, from the first start to the last end.
 
@@ -80,18 +77,17 @@ def least_bubble(
     it has no more gradients of weights left than microbatches of which it keeps activations.
 
     Args:
-        forwards: seconds of a forward of one microbatch in each stage.
-        inputs: seconds of the gradients of its inputs.
-        weights: seconds of the gradients of its weights.
+        costs: seconds of one microbatch in each stage, of ``F``, ``I`` and ``W``.
         busy: seconds of all microbatches on each rank.
 
     Example:
         >>> layout = Layout(pp=2, chunks=2, microbatches=4, schedule="v-half")
-        >>> least_bubble(layout, [1.0] * 4, [1.0] * 4, [1.0] * 4, [24.0] * 2)
+        >>> least_bubble(layout, dict.fromkeys("FIW", [1.0] * 4), [24.0] * 2)
         1.0
     """
-    starts = list(accumulate(forwards, initial=0.0))
-    drains = list(accumulate(inputs, initial=weights[0]))
+    weights = costs["W"]
+    starts = list(accumulate(costs["F"], initial=0.0))
+    drains = list(accumulate(costs["I"], initial=weights[0]))
     least = busy[0]
     for rank in range(1, layout.pp):
         longest = max(weights[rank], weights[-1 - rank])

@@ -105,9 +105,8 @@ def step_time(
     slowest = max(range(layout.pp), key=stages.__getitem__)
     if layout.schedule_name in WITHOUT_CLOSED_FORM:
         costs = costs_of_stages(model.layers, layout, block, head.total, hop / layout.chunks)
-        bubble = least_bubble(
-            layout, *costs.values(), [layout.microbatches * stage for stage in stages]
-        )
+        busy_ranks = [layout.microbatches * stage for stage in stages]
+        bubble = least_bubble(layout, costs, busy_ranks)
     else:
         bubble = (sum(stages) - stages[slowest]) * bubble_part(layout, block)
     compute = _compute(block, head, counts[slowest], has_head=slowest == head_rank)

@@ -15,8 +15,9 @@ from echelon.planner.memory_table import MemoryTable
 from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_search import PlannedLayout
 from echelon.planner.refusal import RefusedPlan
-from echelon.planner.simulated_step import simulated_steps
+from echelon.planner.simulated_step import simulated_steps, simulated_time
 from echelon.planner.software_stack import SoftwareStack
+from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
 from echelon.planner.step_memory import step_memory
 
 
@@ -74,7 +75,12 @@ def survey(
                 bisect.insort(smallest, sized, key=lambda kept: kept.peak)
                 del smallest[limits.keep :]
             if not front.is_beaten(bound, sized.peak):
-                front.add(timer.step_time(layout).total, sized.peak, layout)
+                time = timer.step_time(layout)
+                if layout.schedule_name in WITHOUT_CLOSED_FORM:
+                    if front.is_beaten(time.total, sized.peak):
+                        continue
+                    time = simulated_time(timer, layout, time)
+                front.add(time.total, sized.peak, layout)
 
     nearest = sorted(
         (sized for kind, sized in refused.items() if kind not in kinds),
