@@ -29,6 +29,8 @@ LARGEST = sys.float_info.max
 _GIVE = {
     "Channel": "one of echelon.pipeline.Channel",
     "Console": "a rich.console.Console",
+    "Device": 'a Device, such as Device.preset("H100")',
+    "HostMemory": "a HostMemory(...)",
     "Fault": "one of ec.testing.FAULTS, or ec.testing.slow(seconds)",
     "Group": "a Group, such as world.group",
     "MixedPrecision": "a MixedPrecision(...)",

@@ -2,6 +2,7 @@
 
 from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
+from echelon.planner.host_memory import HostMemory
 from echelon.planner.software_stack import Rates, SoftwareStack
 from echelon.planner.transformer import Transformer
 
@@ -52,6 +53,7 @@ MODEL = Transformer(
     seq=2048,
     tied=False,
 )
+HOST = HostMemory(memory=1e12, bandwidth=400e9, link=20e9)
 
 
 def cluster(hosts: int, devices: int) -> Cluster:

@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import echelon as ec
 from echelon.planner.cluster import Cluster
+from echelon.planner.host_memory import HostMemory
 
 
 def test_a_text_names_hosts_devices_and_the_rate_between_hosts() -> None:
@@ -49,6 +51,21 @@ def test_a_file_may_have_a_price_and_nothing_else(tmp_path: Path) -> None:
     path.write_text(json.dumps({**fields, "colour": "red"}))
     with pytest.raises(ec.ArgumentError, match="must be an object with the fields"):
         Cluster.parse(str(path))
+
+
+def test_a_file_may_describe_the_memory_of_a_host(tmp_path: Path) -> None:
+    fields = {"hosts": 2, "devices_per_host": 8, "device": "A100", "network": 1e11}
+    path = tmp_path / "cluster.json"
+    host = {"memory": 2e12, "bandwidth": 4e11, "link": 25e9}
+    path.write_text(json.dumps({**fields, "host": host}))
+    assert Cluster.parse(str(path)).host == HostMemory(memory=2e12, bandwidth=4e11, link=25e9)
+    path.write_text(json.dumps({**fields, "host": 5}))
+    with pytest.raises(ec.ArgumentError, match="host is 5; give an object"):
+        Cluster.parse(str(path))
+    with pytest.raises(ec.ArgumentError, match="host is 5; give a HostMemory"):
+        replace(Cluster.parse("8 A100"), host=5)
+    with pytest.raises(ec.ArgumentError, match="device is 5; give a Device"):
+        replace(Cluster.parse("8 A100"), device=5)
 
 
 @pytest.mark.parametrize(

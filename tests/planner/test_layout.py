@@ -1,7 +1,7 @@
 import pytest
 
 import echelon as ec
-from echelon.planner.layout import Layout, ShardedStates
+from echelon.planner.layout import HostStates, Layout, ShardedStates
 
 
 def test_ranks_and_batch() -> None:
@@ -16,6 +16,8 @@ def test_ranks_and_batch() -> None:
         ({"tp": 0}, "tp is 0"),
         ({"dp": 4, "ep": 3}, "ep is 3, which does not divide dp"),
         ({"sharded": "all"}, "sharded is 'all'"),
+        ({"offload": HostStates.ALL}, "offload is .all. and nothing is sharded"),
+        ({"offload": "all"}, "offload is .all."),
     ],
 )
 def test_what_is_wrong_is_said(options: dict[str, object], sentence: str) -> None:

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 import echelon as ec
-from echelon.planner.layout import Recompute, ShardedStates
-from echelon.planner.layout_space import SearchLimits, families, layouts
-from tests.planner.sizes import MODEL, cluster
+from echelon.planner.layout import HostStates, Recompute, ShardedStates
+from echelon.planner.layout_space import SearchLimits, families, host_bytes, layouts
+from tests.planner.sizes import HOST, MODEL, cluster
 
 
 def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:
@@ -56,3 +58,30 @@ def test_fixed_axes_are_kept_and_nothing_else_is_left_out(fixed: dict[str, int |
 def test_wrong_limits_are_refused(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(ec.ArgumentError, match=sentence):
         SearchLimits(**options)  # type: ignore[arg-type]
+
+
+def test_states_are_offloaded_where_the_memory_of_a_host_is_known_and_large_enough() -> None:
+    limits = SearchLimits(global_batch=16)
+    place = replace(cluster(1, 4), host=HOST)
+    on_device = set(layouts(MODEL, cluster(1, 4), limits))
+    every = set(layouts(MODEL, place, limits))
+    offloaded = every - on_device
+    assert on_device < every
+    assert {(layout.tp, layout.cp, layout.ep) for layout in offloaded} == {(1, 1, 1)}
+    assert {layout.offload for layout in offloaded} == {HostStates.OPTIMIZER, HostStates.ALL}
+    small = replace(HOST, memory=4 * host_bytes(MODEL, 1, 4))  # for the largest shards it is not
+    shards = {
+        layout.shard
+        for layout in layouts(MODEL, replace(place, host=small), limits)
+        if layout.pp == 1 and layout.offload is not HostStates.NOTHING
+    }
+    assert shards == {4}
+    fixed = SearchLimits(global_batch=16, fixed={"offload": "all"})
+    assert {layout.offload for layout in layouts(MODEL, place, fixed)} == {HostStates.ALL}
+    with pytest.raises(ec.ArgumentError, match="offload"):
+        SearchLimits(global_batch=16, fixed={"offload": "most"})
+
+
+def test_the_host_keeps_20_bytes_of_each_parameter() -> None:
+    elements = 2 * MODEL.block_parameters + MODEL.embedding_parameters + MODEL.head_parameters
+    assert host_bytes(MODEL, 2, 4) == 20 * elements / 4

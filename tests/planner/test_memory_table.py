@@ -5,7 +5,7 @@ import pytest
 from echelon.planner.layout_space import SearchLimits, families
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.step_memory import step_memory
-from tests.planner.sizes import MODEL, STACK, cluster
+from tests.planner.sizes import HOST, MODEL, STACK, cluster
 
 
 @pytest.mark.parametrize("layers", [4, 6, 11, 14, 21])
@@ -16,7 +16,8 @@ def test_the_peaks_are_to_the_byte_those_of_the_rank_that_needs_most(
 ) -> None:
     model = replace(MODEL, layers=layers, tied=tied, vocab=vocab)
     table = MemoryTable(model, STACK)
-    for family in families(model, cluster(2, 4), SearchLimits(global_batch=32)):
+    place = replace(cluster(2, 4), host=HOST)
+    for family in families(model, place, SearchLimits(global_batch=32)):
         for schedule, row in zip(family.schedules, table.peaks(family), strict=True):
             for shard, peak in zip(family.shards, row, strict=True):
                 layout = family.layout(schedule, shard)

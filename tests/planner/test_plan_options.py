@@ -1,10 +1,12 @@
 """A layout becomes an ec.Plan, or a sentence says why not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import echelon as ec
-from echelon.planner.layout import Layout, Recompute, ShardedStates
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.layout_space import SearchLimits, layouts
 from echelon.planner.plan_options import (
     beside_plan,
@@ -14,22 +16,25 @@ from echelon.planner.plan_options import (
     plan_options,
     plan_text,
 )
-from tests.planner.sizes import MODEL, cluster
+from tests.planner.sizes import HOST, MODEL, cluster
 
 
 def every_layout() -> list[Layout]:
     limits = SearchLimits(global_batch=32, plans_only=True, fixed={"tp": 1, "cp": 1, "ep": 1})
-    return list(layouts(MODEL, cluster(2, 4), limits))
+    return list(layouts(MODEL, replace(cluster(2, 4), host=HOST), limits))
 
 
 def test_every_layout_of_a_search_for_plans_is_a_plan_of_as_many_ranks() -> None:
     every = every_layout()
     assert len(every) > 50
     assert {layout.sharded for layout in every} == set(ShardedStates)
+    assert {layout.offload for layout in every} == set(HostStates)
     for layout in every:
         plan = plan_of(layout)
         assert (plan.pp, plan.dp, plan.shard) == (layout.pp, layout.dp, layout.shard)
         assert plan.num_ranks == 8
+        offload = plan.fsdp.get("offload", ec.Offload.NONE)
+        assert (offload is ec.Offload.NONE) == (layout.offload is HostStates.NOTHING)
         if layout.pp > 1:
             assert (plan.microbatches, plan.chunks) == (layout.microbatches, layout.chunks)
             assert plan.schedule == layout.schedule_name

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import echelon as ec
 from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
-from echelon.planner.layout import Layout
+from echelon.planner.layout import HostStates, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
@@ -22,7 +22,7 @@ from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import StepTime
 from echelon.planner.transformer import Transformer
-from tests.planner.sizes import MODEL, RATES, STACK, cluster
+from tests.planner.sizes import DEVICE, HOST, MODEL, RATES, STACK, cluster
 
 NOISY = SoftwareStack(
     name="noisy",
@@ -79,15 +79,17 @@ def check_against_all(
     gigabytes=st.sampled_from([0.5, 2.0, 8.0, 80.0]),
     keep=st.sampled_from([1, 3, 20]),
     noisy=st.booleans(),
+    offloads=st.booleans(),
 )
 def test_the_bounds_lose_none_of_the_best_of_an_exhaustive_search(
     hosts: int, devices: int, batch: int, layers: int, vocab: int, experts: int,
-    gigabytes: float, keep: int, noisy: bool,
+    gigabytes: float, keep: int, noisy: bool, offloads: bool,
 ) -> None:  # fmt: skip
     model = replace(MODEL, layers=layers, vocab=vocab, experts=experts)
     limits = SearchLimits(global_batch=batch, keep=keep)
     stack = NOISY if noisy else STACK
-    check_against_all(model, cluster(hosts, devices), stack, limits, gigabytes * 1e9)
+    place = replace(cluster(hosts, devices), host=HOST if offloads else None)
+    check_against_all(model, place, stack, limits, gigabytes * 1e9)
 
 
 def test_a_bound_is_never_above_the_time_of_a_layout() -> None:
@@ -160,6 +162,17 @@ def test_v_min_is_chosen_where_no_other_schedule_fits() -> None:
     nearest = result.nearest
     assert nearest is not None
     assert nearest.layout.schedule_name != "v-min"
+
+
+def test_states_go_to_the_host_where_a_device_has_no_room() -> None:
+    """7.5 billion parameters on 2 devices, which need 56 GiB for the optimizer's states alone."""
+    model = replace(MODEL, layers=36, hidden=4096, heads=32, kv_heads=32, ffn=16384)
+    limits = SearchLimits(global_batch=2, plans_only=True, fixed={"tp": 1, "cp": 1, "ep": 1})
+    place = replace(cluster(1, 2), device=replace(DEVICE, memory=40e9))
+    assert search(model, place, STACK, limits).num_fitting == 0
+    result = search(model, replace(place, host=HOST), STACK, limits)
+    assert result.num_fitting > 0
+    assert all(planned.layout.offload is not HostStates.NOTHING for planned in result.best)
 
 
 def test_fixed_axes_are_kept() -> None:

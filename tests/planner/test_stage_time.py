@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from echelon.planner.collective_time import rings_of
-from echelon.planner.layout import Layout, Recompute, ShardedStates
-from echelon.planner.stage_time import block_time, stage_seconds
-from tests.planner.sizes import MODEL, RATES, STACK, cluster
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
+from echelon.planner.stage_time import block_time, host_copies, stage_seconds
+from tests.planner.sizes import HOST, MODEL, RATES, STACK, cluster
 
 
 def time_of(layout: Layout) -> object:
@@ -36,3 +36,15 @@ def test_a_gather_that_takes_longer_than_the_computation_is_waited_for() -> None
 
 def test_the_head_belongs_to_the_last_stage() -> None:
     assert stage_seconds([2, 2, 1], block=1.0, head=0.5, hop=0.1) == pytest.approx([2.2, 2.2, 1.7])
+
+
+def test_the_host_has_shards_and_their_gradients_at_the_rate_of_its_link() -> None:
+    place = replace(cluster(1, 8), host=HOST)
+    layout = Layout(shard=4, sharded=ShardedStates.PARAMETERS)
+    seconds = 2 * 1e6 / 4 / 20e9  # 16 bits of a quarter
+    for offload, copies in (
+        (HostStates.NOTHING, (0.0, 0.0)),
+        (HostStates.OPTIMIZER, (0.0, seconds)),
+        (HostStates.ALL, (seconds, seconds)),
+    ):
+        assert host_copies(replace(layout, offload=offload), place, STACK, 1e6) == copies

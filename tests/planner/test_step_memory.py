@@ -2,8 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.planner.layout import Layout, Recompute, ShardedStates
-from echelon.planner.step_memory import block_activations, step_memory
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
+from echelon.planner.step_memory import (
+    RankParts,
+    RankStates,
+    block_activations,
+    rank_states,
+    step_memory,
+)
 from tests.planner.sizes import MODEL, STACK
 
 
@@ -36,3 +42,19 @@ def test_recomputed_blocks_keep_their_input_alone() -> None:
 def test_parameters_of_two_blocks_are_gathered_and_gradients_of_a_third_are_whole() -> None:
     memory = step_memory(MODEL, Layout(shard=8, sharded=ShardedStates.PARAMETERS), STACK)
     assert memory.gathered == (2 * 2 + 2) * MODEL.block_parameters
+
+
+def test_the_host_keeps_states_of_shards() -> None:
+    def states(sharded: ShardedStates, offload: HostStates) -> RankStates:
+        layout = Layout(shard=4, sharded=sharded, offload=offload)
+        return rank_states(MODEL, layout, STACK, RankParts.of(layout, [MODEL.layers], 0))
+
+    size = MODEL.num_parameters
+    kept = states(ShardedStates.PARAMETERS, HostStates.NOTHING)
+    mirrored = states(ShardedStates.PARAMETERS, HostStates.OPTIMIZER)
+    assert mirrored[:3] == (2 * size / 4, 0, 0)
+    assert mirrored.gathered == kept.gathered
+    assert states(ShardedStates.PARAMETERS, HostStates.ALL)[:3] == (0, 0, 0)
+    whole = 2 * size + 2 * size / 4  # all weights in 16 bits, and the shard that is gathered
+    assert states(ShardedStates.GRADIENTS, HostStates.OPTIMIZER)[:3] == (whole, 0, 0)
+    assert states(ShardedStates.OPTIMIZER, HostStates.OPTIMIZER)[:3] == (whole, 2 * size, 0)

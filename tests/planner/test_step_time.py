@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.planner.layout import Layout, Recompute, ShardedStates
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.stage_time import head_time
 from echelon.planner.step_time import step_time
-from tests.planner.sizes import MODEL, STACK, cluster
+from tests.planner.sizes import HOST, MODEL, STACK, cluster
 
 LAYOUTS = [
     Layout(),
@@ -92,3 +92,21 @@ def test_parameters_and_activations_move_with_their_width() -> None:
         step_time(MODEL, pipeline, cluster(1, 8), stack).message for stack in (STACK, wide)
     )
     assert wide_hop == pytest.approx(2 * narrow_hop)
+
+
+def test_the_host_updates_its_shards_at_the_rate_of_its_memory() -> None:
+    """34 bytes for AdamW and 10 for each added gradient, of a memory that 8 devices share; and a
+    16-bit copy of the weights, of which nothing is hidden, where the device keeps them."""
+    place = replace(cluster(1, 8), host=HOST)
+    shard = (4 * MODEL.block_parameters + MODEL.embedding_parameters) / 8
+    for offload, copied in ((HostStates.OPTIMIZER, 2), (HostStates.ALL, 0)):
+        layout = Layout(shard=8, microbatches=3, sharded=ShardedStates.PARAMETERS, offload=offload)
+        time = step_time(MODEL, layout, place, STACK)
+        update = (34 + 3 * 10) * shard * 8 / 400e9
+        assert time.optimizer == pytest.approx(update + copied * shard / 20e9)
+        on_device = step_time(MODEL, replace(layout, offload=HostStates.NOTHING), place, STACK)
+        assert time.gather > on_device.gather
+        assert time.total > on_device.total
+    layout = Layout(shard=8, sharded=ShardedStates.OPTIMIZER, offload=HostStates.OPTIMIZER)
+    time = step_time(MODEL, layout, place, STACK)
+    assert time.optimizer == pytest.approx(34 * shard * 8 / 400e9 + 4 * shard / 20e9)

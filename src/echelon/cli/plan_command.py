@@ -118,7 +118,7 @@ def _axes(texts: Sequence[str]) -> dict[str, int | str]:
 
 def _axis(text: str) -> tuple[str, int | str]:
     name, _, value = (part.strip() for part in text.partition("="))
-    if name == "schedule":
+    if name in ("schedule", "offload"):
         return name, value
     if not (value.isascii() and value.isdigit()):
         raise ArgumentError(f"--fix is {text!r:.40}: give an axis and its length, such as pp=4")
@@ -149,6 +149,7 @@ def _plan_record(priced: PricedPlan) -> dict[str, object]:
         "schedule": priced.schedule,
         "sharded": layout.sharded.name.lower(),
         "recompute": layout.recompute.value,
+        "offload": layout.offload.value,
         "step_s": priced.seconds,
         "tokens_per_second": priced.tokens_per_second,
         "mfu": priced.mfu,

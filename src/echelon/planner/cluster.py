@@ -12,9 +12,11 @@ from typing import Any, final
 from echelon.checks import instance, integer, number, positive
 from echelon.errors import ArgumentError
 from echelon.planner.device import MOST_BYTES, Device
+from echelon.planner.host_memory import HostMemory
 
 _FORM = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+)\s*[x×]?\s+(\S+)(?:\s*@\s*(\d+(?:\.\d+)?)\s*Gb/s)?")
 _MOST_DEVICES = 2**20
+_OPTIONAL = dict.fromkeys(("price", "host")).keys()
 _USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "A800": 800.0, "MI300X": 3200.0}
 
 
@@ -29,6 +31,7 @@ class Cluster:
         device: what they are.
         network: bytes/s one way between a host and the others, all its network cards together.
         price: of one device for an hour, in any currency; None: not known.
+        host: the memory of each host; None: not known, and nothing is offloaded.
     """
 
     hosts: int
@@ -36,6 +39,7 @@ class Cluster:
     device: Device
     network: float
     price: float | None = None
+    host: HostMemory | None = None
 
     def __post_init__(self) -> None:
         integer("hosts", self.hosts, low=1, high=_MOST_DEVICES)
@@ -44,6 +48,7 @@ class Cluster:
         number("network", self.network, 1.0, MOST_BYTES)
         if self.price is not None:
             positive("price", self.price)
+        instance("host", self.host, HostMemory, or_none=True)
 
     @property
     def num_devices(self) -> int:
@@ -94,12 +99,14 @@ class Cluster:
         except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(f"cluster {str(path)!r:.200} cannot be read: {error}") from error
         known = {field.name for field in fields(cls)}
-        if not isinstance(value, Mapping) or set(value) | {"price"} != known:
+        if not isinstance(value, Mapping) or set(value) | _OPTIONAL != known:
             raise ArgumentError(
                 f"cluster {str(path)!r:.200} must be an object with the fields "
-                f"{', '.join(sorted(known - {'price'}))}, and may have price"
+                f"{', '.join(sorted(known - _OPTIONAL))}, and may have {' and '.join(_OPTIONAL)}"
             )
         values: dict[str, Any] = dict(value)
+        if values.get("host") is not None:
+            values["host"] = HostMemory.of(values["host"])
         device = values.pop("device")
         if isinstance(device, str):
             return cls(device=Device.preset(device), **values)

@@ -52,7 +52,7 @@ class CostTable:
     def block(self, layout: Layout, rings: Rings) -> BlockTime:
         """As ``stage_time.block_time``."""
         block = self.computed_block(layout, rings)
-        waiting = waiting_of_block(self._model, layout, self._stack, rings, block)
+        waiting = waiting_of_block(self._model, layout, self._cluster, self._stack, rings, block)
         return replace(block, waiting=waiting) if waiting else block
 
     def head(self, layout: Layout) -> Seconds:

@@ -36,6 +36,14 @@ class ShardedStates(Enum):
     PARAMETERS = 3
 
 
+class HostStates(Enum):
+    """What lies in the memory of the host; as ``echelon.Offload``."""
+
+    NOTHING = "none"
+    OPTIMIZER = "optimizer"  # with the shards and their gradients; the device has 16-bit shards
+    ALL = "all"  # the device has nothing of a block that is sharded
+
+
 class Recompute(Enum):
     """What is computed again in the backward instead of kept."""
 
@@ -65,6 +73,7 @@ class Layout:
         sharded: what the ranks of ``shard`` keep parts of.
         recompute: what the backward computes again.
         sequence_parallel: whether norms and residuals are shared over ``tp``, too.
+        offload: what the host keeps of sharded states.
         schedule: of the pipeline, a name of ``stage_schedule``; None: ``1f1b``, and with more
             chunks ``interleaved``.
     """
@@ -82,6 +91,7 @@ class Layout:
     recompute: Recompute = Recompute.NOTHING
     sequence_parallel: bool = False
     schedule: str | None = None
+    offload: HostStates = HostStates.NOTHING
 
     def __post_init__(self) -> None:
         degrees = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks")
@@ -89,6 +99,12 @@ class Layout:
             integer(name, getattr(self, name), low=1)
         one_of("sharded", self.sharded, list(ShardedStates))
         one_of("recompute", self.recompute, list(Recompute))
+        one_of("offload", self.offload, list(HostStates))
+        if self.offload is not HostStates.NOTHING and self.sharded is ShardedStates.NOTHING:
+            raise ArgumentError(
+                f"offload is {self.offload.value!r} and nothing is sharded: the host keeps shards "
+                "alone"
+            )
         self._check_schedule()
         if (self.dp * self.shard) % self.ep:
             raise ArgumentError(

@@ -11,13 +11,16 @@ from typing import NamedTuple, final
 from echelon.checks import integer, mapping, one_of, positive
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
-from echelon.planner.layout import CHUNKS, Layout, Recompute, ShardedStates
+from echelon.planner.layout import CHUNKS, HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.operations import PlannedModel
 from echelon.planner.stage_schedule import schedule_choices
 
 _AXES = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks", "microbatch")
 _MOST_MICROBATCH = 64
 _MOST_CP = 8
+# In float32 the weights, two moments and the gradient, and in 16 bits the weights that the device
+# copies and the gradients that come from it.
+HOST_BYTES = 20
 _MOST_REPLICAS_OF_SHARDS = 8  # more of them have the memory of a smaller shard, and no more speed
 
 
@@ -28,7 +31,8 @@ class SearchLimits:
 
     Attributes:
         global_batch: sequences of a step.
-        fixed: values of axes that are given, such as ``{"pp": 4}``, and of ``schedule``.
+        fixed: values of axes that are given, such as ``{"pp": 4}``, of ``schedule`` and of
+            ``offload``.
         max_memory: bytes of a device that may be allocated; None: its memory without the margin
             for what the allocator reserves and the context.
         keep: how many of the fastest are returned.
@@ -50,8 +54,10 @@ class SearchLimits:
         for name, value in self.fixed.items():
             if name == "schedule":
                 one_of("schedule", value, list(CHUNKS))
+            elif name == "offload":
+                one_of("offload", value, [choice.value for choice in HostStates])
             elif name not in _AXES:
-                names = ", ".join((*_AXES, "schedule"))
+                names = ", ".join((*_AXES, "schedule", "offload"))
                 raise ArgumentError(f"fixed has {name!r:.40}; give some of {names}")
             else:
                 integer(name, value, low=1)
@@ -67,6 +73,7 @@ class ShardChoice(NamedTuple):
     shard: int
     dp: int
     sharded: ShardedStates
+    offload: HostStates = HostStates.NOTHING
 
 
 class ScheduleChoice(NamedTuple):
@@ -123,18 +130,24 @@ def families(model: PlannedModel, cluster: Cluster, limits: SearchLimits) -> Ite
                 if limits.global_batch % batches or model.seq % cp:
                     continue
                 if limits.allows(tp=tp, pp=pp, cp=cp):
-                    yield from _with_batches(model, limits, (tp, pp, cp, batches))
+                    yield from _with_batches(model, cluster, limits, (tp, pp, cp, batches))
 
 
 def _with_batches(
-    model: PlannedModel, limits: SearchLimits, axes: tuple[int, int, int, int]
+    model: PlannedModel, cluster: Cluster, limits: SearchLimits, axes: tuple[int, int, int, int]
 ) -> Iterator[LayoutFamily]:
     tp, pp, cp, batches = axes
     each = limits.global_batch // batches
     sizes = [size for size in _divisors(each) if size <= _MOST_MICROBATCH]
     experts = [ep for ep in _divisors(batches) if ep == 1 or model.experts % ep == 0]
-    shards = tuple(_shards(batches, pp, limits))
+    on_device = tuple(_shards(batches, pp, limits))
+    on_host = tuple(_offloaded(model, cluster, pp, on_device)) if tp * cp == 1 else ()
     for microbatch, ep in itertools.product(sizes, experts):
+        shards = tuple(
+            choice
+            for choice in (*on_device, *(on_host if ep == 1 else ()))
+            if limits.allows(offload=choice.offload.value)
+        )
         if not shards or not limits.allows(microbatch=microbatch, ep=ep):
             continue
         schedules = tuple(
@@ -180,6 +193,31 @@ def _shards(batches: int, pp: int, limits: SearchLimits) -> Iterator[ShardChoice
             yield ShardChoice(shard, batches // shard, ShardedStates.GRADIENTS)
             if pp == 1:
                 yield ShardChoice(shard, batches // shard, ShardedStates.PARAMETERS)
+
+
+def _offloaded(
+    model: PlannedModel, cluster: Cluster, pp: int, shards: tuple[ShardChoice, ...]
+) -> Iterator[ShardChoice]:
+    """Those of which the host may keep states, as far as it has the memory.
+
+    ``Offload.ALL`` is for parameters that are gathered each time; others are whole in a step.
+    """
+    if cluster.host is None or (model.tied and pp > 1):  # these are computed in float32
+        return
+    room = cluster.host.memory / cluster.devices_per_host
+    for choice in shards:
+        if host_bytes(model, pp, choice.shard) > room or choice.shard == 1:
+            continue
+        yield choice._replace(offload=HostStates.OPTIMIZER)
+        if choice.sharded is ShardedStates.PARAMETERS:
+            yield choice._replace(offload=HostStates.ALL)
+
+
+def host_bytes(model: PlannedModel, pp: int, shard: int) -> float:
+    """Bytes that the host keeps for one rank of the fullest stage, without tensor parallelism."""
+    elements = -(-model.layers // pp) * model.block_parameters
+    elements += model.embedding_parameters + model.head_parameters
+    return HOST_BYTES * elements / shard
 
 
 def _divisors(number: int) -> list[int]:

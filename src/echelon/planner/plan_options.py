@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import UnsupportedError
-from echelon.planner.layout import Layout, Recompute, ShardedStates
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 
 if TYPE_CHECKING:
     from echelon.plans.plans import Plan
@@ -29,6 +29,8 @@ def layout_text(layout: Layout) -> str:
     text = ",".join(f"{axis}={getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
     if layout.sharded is not ShardedStates.NOTHING:
         text += f" ({layout.sharded.name.lower()})"
+    if layout.offload is not HostStates.NOTHING:
+        text += f" offload={layout.offload.value}"
     if layout.schedule is not None:
         text += f" {layout.schedule}"
     if layout.chunks > 1:
@@ -98,6 +100,8 @@ def plan_options(layout: Layout, *, tied: bool = False) -> dict[str, Any]:
         options["pipeline"] = pipeline
     if shards and not (tied and layout.pp > 1):
         options["fsdp"] = {"precision": {"compute": "bfloat16", "reduce": "bfloat16"}}
+        if layout.offload is not HostStates.NOTHING:
+            options["fsdp"]["offload"] = layout.offload.name
     return options
 
 
@@ -116,7 +120,10 @@ def plan_text(layout: Layout, *, tied: bool = False) -> str:
         elif name == "fsdp":
             dtypes = value["precision"].items()
             precision = ", ".join(f"{what}=torch.{dtype}" for what, dtype in dtypes)
-            text = f"{{'precision': ec.MixedPrecision({precision})}}"
+            text = f"'precision': ec.MixedPrecision({precision})"
+            if "offload" in value:
+                text += f", 'offload': ec.Offload.{value['offload']}"
+            text = f"{{{text}}}"
         texts.append(f"{name}={text}")
     return f"ec.Plan({', '.join(texts)})"
 
@@ -131,7 +138,7 @@ def plan_of(layout: Layout, *, tied: bool = False) -> Plan:
     # The rest of the planner does without torch.
     import torch
 
-    from echelon.fsdp.policy import MixedPrecision, Strategy
+    from echelon.fsdp.policy import MixedPrecision, Offload, Strategy
     from echelon.plans.plans import Plan
 
     if "strategy" in options:
@@ -139,7 +146,9 @@ def plan_of(layout: Layout, *, tied: bool = False) -> Plan:
     if "fsdp" in options:
         dtypes = options["fsdp"]["precision"].items()
         precision = MixedPrecision(**{what: getattr(torch, dtype) for what, dtype in dtypes})
-        options["fsdp"] = {"precision": precision}
+        options["fsdp"] = {**options["fsdp"], "precision": precision}
+        if "offload" in options["fsdp"]:
+            options["fsdp"]["offload"] = Offload[options["fsdp"]["offload"]]
     return Plan(**options)
 
 

@@ -11,7 +11,7 @@ from typing import final
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
-from echelon.planner.layout import CHUNKS, Layout
+from echelon.planner.layout import CHUNKS, HostStates, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
@@ -211,5 +211,11 @@ def _order(timed: tuple[Layout, StepTime]) -> tuple[float, ...]:
     """Time, then the number of axes, then their degrees, then what else is simpler."""
     layout, time = timed
     degrees = (layout.pp, layout.tp, layout.cp, layout.chunks, layout.shard)
-    simpler = (layout.sharded.value, list(CHUNKS).index(layout.schedule_name), layout.microbatch)
+    offloads = layout.offload is not HostStates.NOTHING
+    simpler = (
+        offloads,
+        layout.sharded.value,
+        list(CHUNKS).index(layout.schedule_name),
+        layout.microbatch,
+    )
     return (time.total, sum(degree > 1 for degree in degrees), *map(float, degrees + simpler))

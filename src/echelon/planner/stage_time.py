@@ -9,7 +9,7 @@ from typing import final
 from echelon.planner.cluster import Cluster
 from echelon.planner.collective_time import Rings
 from echelon.planner.compute_time import Seconds, work_seconds
-from echelon.planner.layout import Layout, Recompute, ShardedStates
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.operations import WIDTH, PlannedModel, block_work, head_work
 from echelon.planner.software_stack import SoftwareStack
 
@@ -50,7 +50,7 @@ def block_time(
 ) -> BlockTime:
     """One microbatch through one block, in a forward and a backward, with what it waits for."""
     block = computed_block(model, layout, cluster, stack, rings)
-    return replace(block, waiting=waiting_of_block(model, layout, stack, rings, block))
+    return replace(block, waiting=waiting_of_block(model, layout, cluster, stack, rings, block))
 
 
 def computed_block(
@@ -167,12 +167,18 @@ def _exchanges(model: PlannedModel, layout: Layout, rings: Rings, tokens: float)
 
 
 def waiting_of_block(
-    model: PlannedModel, layout: Layout, stack: SoftwareStack, rings: Rings, block: BlockTime
+    model: PlannedModel,
+    layout: Layout,
+    cluster: Cluster,
+    stack: SoftwareStack,
+    rings: Rings,
+    block: BlockTime,
 ) -> float:
     """Seconds in which a block waits for its parameters or for the reduction of its gradients.
 
     The next block's gather and the last one's reduction run while this block computes, so the
-    longer one counts, and part of the shorter one, because they share memory and processors.
+    longer one counts, and part of the shorter one, because they share memory and processors. A
+    shard that the host keeps is copied before its gather, and its gradient after its reduction.
     """
     if layout.shard == 1 or layout.sharded not in (
         ShardedStates.PARAMETERS,
@@ -184,6 +190,8 @@ def waiting_of_block(
     gather = rings.shard.one_pass(stack.parameter_bytes * elements)
     reduce = rings.shard.one_pass(stack.gradient_bytes * elements)
     reduce += rings.dp.all_reduce(stack.gradient_bytes * elements / layout.shard)
+    from_host, to_host = host_copies(layout, cluster, stack, elements)
+    gather, reduce = gather + from_host, reduce + to_host
     gathers_again = layout.sharded is ShardedStates.PARAMETERS
     contention = stack.rates.contention
 
@@ -193,3 +201,15 @@ def waiting_of_block(
     if not gathers_again and layout.microbatches > 1:
         return lost(backward, reduce)  # parameters stay whole from one microbatch to the next
     return lost(forward, gather) + lost(backward, gather * gathers_again + reduce)
+
+
+def host_copies(
+    layout: Layout, cluster: Cluster, stack: SoftwareStack, elements: float
+) -> tuple[float, float]:
+    """Seconds in which the shard of so many elements comes from the host, and its gradient goes
+    there; 0 where the device keeps them."""
+    if layout.offload is HostStates.NOTHING or cluster.host is None:
+        return 0.0, 0.0
+    shard = elements / layout.shard / cluster.host.link
+    from_host = stack.parameter_bytes * shard if layout.offload is HostStates.ALL else 0.0
+    return from_host, stack.gradient_bytes * shard

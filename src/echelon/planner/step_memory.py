@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from echelon.planner.layout import Layout, Recompute, ShardedStates
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.operations import WIDTH, PlannedModel
 from echelon.planner.software_stack import Attention, SoftwareStack
 from echelon.planner.stage_schedule import microbatches_under_way
@@ -142,10 +142,21 @@ def rank_states(
     gathered = 0.0 if whole_parameters or shard == 1 else 2 * block_bytes
     trained = model.trained_share * elements
     reduced_bytes = model.trained_share * gradient_bytes / WIDTH * block_bytes
+    parameters = WIDTH * elements / (1 if whole_parameters else shard)
+    gradients = gradient_bytes * trained / divided
+    optimizer = _OPTIMIZER_BYTES * trained / (1 if sharded is ShardedStates.NOTHING else shard)
+    if layout.offload is not HostStates.NOTHING:
+        optimizer = 0.0
+        if divided > 1:  # else they are whole on the device until they are reduced
+            gradients = 0.0
+        if whole_parameters:
+            parameters += WIDTH * elements / shard  # the 16-bit shards, beside what is gathered
+        elif layout.offload is HostStates.ALL:
+            parameters = 0.0
     return RankStates(
-        parameters=WIDTH * elements / (1 if whole_parameters else shard),
-        gradients=gradient_bytes * trained / divided,
-        optimizer=_OPTIMIZER_BYTES * trained / (1 if sharded is ShardedStates.NOTHING else shard),
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
         gathered=gathered + (reduced_bytes if divided > 1 else 0.0),
     )
 

@@ -11,7 +11,8 @@ from echelon.planner.cluster import Cluster
 from echelon.planner.collective_time import Rings
 from echelon.planner.compute_time import Seconds
 from echelon.planner.cost_table import CostTable
-from echelon.planner.layout import Layout, ShardedStates
+from echelon.planner.host_memory import HostMemory
+from echelon.planner.layout import HostStates, Layout, ShardedStates
 from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.stage_schedule import (
@@ -23,6 +24,7 @@ from echelon.planner.stage_time import (
     BlockTime,
     blocks_of_ranks,
     costs_of_stages,
+    host_copies,
     parts_of_block,
     stage_seconds,
 )
@@ -30,6 +32,9 @@ from echelon.planner.stage_time import (
 # AdamW in mixed precision reads and writes master weight, two moments and the gradient, and writes
 # the weight of 16 bits: bytes for each element of a shard, and for each element of the rank.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 38, 4
+# On the host AdamW reads four numbers of 32 bits and writes three, and casts the weight to 16 bits;
+# a gradient of a microbatch is read in 16 bits and added in 32.
+_HOST_BYTES, _ADDITION_BYTES = 34, 10
 _BUCKET_BYTES = 25e6  # of gradients that are reduced while the backward runs, the default of DDP
 ROUNDING = 1e-12  # sums of the same terms in another order differ by less
 
@@ -49,7 +54,7 @@ class StepTime:
         message: messages between stages.
         bubble: waiting for other stages.
         reduce: waiting for the gradients of replicas.
-        optimizer: the update.
+        optimizer: the update; with ``offload`` by the host, and the copies of all shards.
         other: all else: the start and end of a step, and what grows with the number of hosts.
     """
 
@@ -112,7 +117,7 @@ def step_time(
     compute = _compute(block, head, counts[slowest], has_head=slowest == head_rank)
     compute = compute.times(layout.microbatches)
     exchange = layout.microbatches * counts[slowest] * block.exchanged
-    edges = _edges(model, layout, stack, rings)
+    edges = _edges(model, layout, cluster, stack, rings)
     gather = layout.microbatches * (counts[slowest] * block.waiting + edges)
     busy = compute.total + exchange + gather + 2 * layout.microbatches * hop + bubble
     backward = counts[slowest] * block.backward.total
@@ -182,7 +187,9 @@ def exposed_message(
     return sent + (0.0 if layout.sequence_parallel else rings.tp.one_pass(nbytes))
 
 
-def _edges(model: PlannedModel, layout: Layout, stack: SoftwareStack, rings: Rings) -> float:
+def _edges(
+    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
+) -> float:
     """Gathers and reductions of embedding and head, and those of the first block: nothing is
     computed meanwhile."""
     if layout.shard == 1 or layout.sharded not in (
@@ -194,7 +201,10 @@ def _edges(model: PlannedModel, layout: Layout, stack: SoftwareStack, rings: Rin
     block = model.block_parameters / layout.tp
     width = stack.parameter_bytes
     gathers = rings.shard.one_pass(width * edge) * 2 + rings.shard.one_pass(width * block)
-    return gathers + rings.shard.one_pass(stack.gradient_bytes * (edge + block))
+    from_host, to_host = host_copies(layout, cluster, stack, edge)
+    block_from_host, block_to_host = host_copies(layout, cluster, stack, block)
+    copies = 2 * from_host + to_host + block_from_host + block_to_host
+    return copies + gathers + rings.shard.one_pass(stack.gradient_bytes * (edge + block))
 
 
 def _reduce(
@@ -228,4 +238,24 @@ def _optimizer(
     nbytes = _OPTIMIZER_BYTES * shard + _WEIGHT_BYTES * elements
     if layout.sharded is ShardedStates.PARAMETERS:
         nbytes = (_OPTIMIZER_BYTES + _WEIGHT_BYTES) * shard
+    if layout.offload is not HostStates.NOTHING and cluster.host is not None:
+        return _on_host(layout, cluster, cluster.host, stack, shard)
     return nbytes / (cluster.device.bandwidth * stack.rates.optimizer)
+
+
+def _on_host(
+    layout: Layout, cluster: Cluster, host: HostMemory, stack: SoftwareStack, shard: float
+) -> float:
+    """The update of a shard by the host, and what no computation hides of copies.
+
+    The devices of a host share the bandwidth of its memory. All but sharded gradients are copied
+    after the last backward.
+    """
+    accumulated = 0 if layout.sharded is ShardedStates.OPTIMIZER else layout.microbatches
+    nbytes = _HOST_BYTES + _ADDITION_BYTES * accumulated
+    seconds = nbytes * shard * cluster.devices_per_host / host.bandwidth
+    if layout.sharded is ShardedStates.OPTIMIZER:
+        seconds += stack.gradient_bytes * shard / host.link
+    if layout.offload is HostStates.OPTIMIZER:  # with ALL, each gather copies
+        seconds += stack.parameter_bytes * shard / host.link
+    return seconds
