@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import echelon as ec
-from echelon.errors import UnsupportedError
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.laboratory.allocations import Allocations
 from echelon.planner.dry_run import DryRunOptions, DryStep, dry_run
 
@@ -173,3 +173,8 @@ def test_a_model_that_looks_at_values_is_refused_with_its_operation() -> None:
     x = torch.ones(300, 300)
     with pytest.raises(UnsupportedError, match="values of a large tensor"):
         dry_run(Routed(), ec.Plan(dp=2), x, x, mse_loss)
+
+
+def test_units_that_are_no_rule_are_refused_with_a_sentence() -> None:
+    with pytest.raises(ArgumentError, match="units is 5; give a rule of ec.units"):
+        DryRunOptions(units=5)  # type: ignore[arg-type]

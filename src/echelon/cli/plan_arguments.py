@@ -95,10 +95,8 @@ def plan_with(
 
     _check_options(context)
     if check is not None and cluster is not None:
-        from echelon.cli import script_check_command  # which brings torch
-
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
-        _leave(lambda: script_check_command.show(check, words, cluster, fix or [], max_memory))
+        _leave(lambda: _checked(check, words, cluster, fix or [], max_memory))
     if model is None or global_batch is None or arguments or check is not None:
         raise typer.BadParameter("give one MODEL and --global-batch, or --check and a script")
     request = plan_command.PlanRequest(
@@ -143,6 +141,14 @@ def _check_options(context: typer.Context) -> None:
         return
     for name in sorted(inert):
         raise typer.BadParameter(f"{options[name]} does nothing with {situation}: leave it out")
+
+
+def _checked(
+    script: str, words: list[str], cluster: str, fix: list[str], max_memory: float | None
+) -> int:
+    from echelon.cli import script_check_command  # which brings torch
+
+    return script_check_command.show(script, words, cluster, fix, max_memory)
 
 
 def _measured(ranks: int | None) -> MeasuredCluster:

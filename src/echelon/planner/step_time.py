@@ -108,12 +108,7 @@ def step_time(
     head_rank = 0 if layout.is_v else layout.pp - 1
     stages = stage_seconds(counts, block.total, head.total, hop, head_rank)
     slowest = max(range(layout.pp), key=stages.__getitem__)
-    if layout.schedule_name in WITHOUT_CLOSED_FORM:
-        costs = costs_of_stages(model.layers, layout, block, head.total, hop / layout.chunks)
-        busy_ranks = [layout.microbatches * stage for stage in stages]
-        bubble = least_bubble(layout, costs, busy_ranks)
-    else:
-        bubble = (sum(stages) - stages[slowest]) * bubble_part(layout, block)
+    bubble = _bubble(model, layout, block, stages, head=head.total, hop=hop)
     compute = _compute(block, head, counts[slowest], has_head=slowest == head_rank)
     compute = compute.times(layout.microbatches)
     exchange = layout.microbatches * counts[slowest] * block.exchanged
@@ -149,6 +144,22 @@ def least_seconds(
     slowest = max(most * block, fewest * block + table.head(layout).total)
     busy = layout.microbatches * slowest * (1 + drift_of(layout, cluster, stack))
     return (busy + stack.rates.step_s) * (1 - ROUNDING)
+
+
+def _bubble(
+    model: PlannedModel,
+    layout: Layout,
+    block: BlockTime,
+    stages: Sequence[float],
+    *,
+    head: float,
+    hop: float,
+) -> float:
+    """By the closed form of the schedule, or the least that it can be."""
+    if layout.schedule_name not in WITHOUT_CLOSED_FORM:
+        return (sum(stages) - max(stages)) * bubble_part(layout, block)
+    costs = costs_of_stages(model.layers, layout, block, head, hop / layout.chunks)
+    return least_bubble(layout, costs, [layout.microbatches * stage for stage in stages])
 
 
 def bubble_part(layout: Layout, block: BlockTime) -> float:
