@@ -176,5 +176,5 @@ def test_a_model_that_looks_at_values_is_refused_with_its_operation() -> None:
 
 
 def test_units_that_are_no_rule_are_refused_with_a_sentence() -> None:
-    with pytest.raises(ArgumentError, match="units is 5; give a rule of ec.units"):
+    with pytest.raises(ArgumentError, match=r"units is 5; give a rule of ec\.units"):
         DryRunOptions(units=5)  # type: ignore[arg-type]

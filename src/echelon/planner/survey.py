@@ -75,12 +75,7 @@ def survey(
                 bisect.insort(smallest, sized, key=lambda kept: kept.peak)
                 del smallest[limits.keep :]
             if not front.is_beaten(bound, sized.peak):
-                time = timer.step_time(layout)
-                if layout.schedule_name in WITHOUT_CLOSED_FORM:
-                    if front.is_beaten(time.total, sized.peak):
-                        continue
-                    time = simulated_time(timer, layout, time)
-                front.add(time.total, sized.peak, layout)
+                _add_timed(front, timer, sized)
 
     nearest = sorted(
         (sized for kind, sized in refused.items() if kind not in kinds),
@@ -147,6 +142,17 @@ class Front:
         while end < len(self.points) and self.points[end][1] >= nbytes:
             end += 1
         self.points[place:end] = [(seconds, nbytes, layout)]
+
+
+def _add_timed(front: Front, timer: LayoutTimer, sized: _Sized) -> None:
+    """Add a layout; one whose schedule has no closed form is simulated, if its bound is no worse
+    than the front."""
+    time = timer.step_time(sized.layout)
+    if sized.layout.schedule_name in WITHOUT_CLOSED_FORM:
+        if front.is_beaten(time.total, sized.peak):
+            return
+        time = simulated_time(timer, sized.layout, time)
+    front.add(time.total, sized.peak, sized.layout)
 
 
 def _sized(family: LayoutFamily, table: MemoryTable) -> Iterator[_Sized]:
