@@ -175,6 +175,12 @@ def test_states_go_to_the_host_where_a_device_has_no_room() -> None:
     assert all(planned.layout.offload is not HostStates.NOTHING for planned in result.best)
 
 
+def test_hosts_of_unknown_memory_keep_nothing() -> None:
+    limits = SearchLimits(global_batch=2, fixed={"offload": "all"})
+    with pytest.raises(ec.ArgumentError, match="give host in the cluster's file"):
+        search(MODEL, cluster(1, 2), STACK, limits)
+
+
 def test_fixed_axes_are_kept() -> None:
     limits = SearchLimits(global_batch=16, fixed={"pp": 2, "tp": 2})
     result = search(MODEL, cluster(1, 8), STACK, limits)

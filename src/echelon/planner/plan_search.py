@@ -76,8 +76,14 @@ def search(
     smaller degrees.
 
     Raises:
-        ArgumentError: no layout divides the ranks and the batch.
+        ArgumentError: no layout divides the ranks and the batch, or states are to be offloaded to
+            hosts of unknown memory.
     """
+    if cluster.host is None and limits.fixed.get("offload", "none") != "none":
+        raise ArgumentError(
+            f"offload is {limits.fixed['offload']!r}, and the memory of the hosts is not known: "
+            "give host in the cluster's file"
+        )
     limit = limits.max_memory
     if limit is None:
         limit = usable_bytes(cluster.device)
