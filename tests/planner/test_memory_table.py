@@ -8,6 +8,7 @@ from echelon.planner.step_memory import step_memory
 from tests.planner.sizes import HOST, MODEL, STACK, cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [4, 6, 11, 14, 21])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [512, 300_000])

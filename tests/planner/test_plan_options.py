@@ -24,6 +24,7 @@ def every_layout() -> list[Layout]:
     return list(layouts(MODEL, replace(cluster(2, 4), host=HOST), limits))
 
 
+@pytest.mark.slow
 def test_every_layout_of_a_search_for_plans_is_a_plan_of_as_many_ranks() -> None:
     every = every_layout()
     assert len(every) > 50
@@ -41,6 +42,7 @@ def test_every_layout_of_a_search_for_plans_is_a_plan_of_as_many_ranks() -> None
             assert plan.pipeline.get("recompute", False) == (layout.recompute is Recompute.BLOCKS)
 
 
+@pytest.mark.slow
 def test_the_text_of_a_plan_is_the_plan() -> None:
     for layout in every_layout():
         assert eval(plan_text(layout), {"ec": ec, "torch": torch}) == plan_of(layout)

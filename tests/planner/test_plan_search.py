@@ -92,6 +92,7 @@ def test_the_bounds_lose_none_of_the_best_of_an_exhaustive_search(
     check_against_all(model, place, stack, limits, gigabytes * 1e9)
 
 
+@pytest.mark.slow
 def test_a_bound_is_never_above_the_time_of_a_layout() -> None:
     model = replace(MODEL, layers=7)
     for stack in (STACK, NOISY):
@@ -120,6 +121,7 @@ def test_the_bounds_leave_most_layouts_untimed() -> None:
     assert 10 <= timed < sum(family.num_layouts for family in every) / 5
 
 
+@pytest.mark.slow
 def test_all_layouts_are_counted_and_those_that_fit() -> None:
     place, limits = cluster(2, 4), SearchLimits(global_batch=16, max_memory=2e9, keep=5)
     every = list(families(MODEL, place, limits))
@@ -148,6 +150,7 @@ def test_the_best_are_ordered_by_their_simulated_times() -> None:
     assert closed != sorted(closed)  # uneven stages wait otherwise than the closed form says
 
 
+@pytest.mark.slow
 def test_v_min_is_chosen_where_no_other_schedule_fits() -> None:
     """405 billion parameters on 512 devices, of which 16 divide the gradients of a stage."""
     model = read_transformer(Path("examples/models/llama-3-405b.json"))
