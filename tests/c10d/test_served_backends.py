@@ -1,6 +1,7 @@
 """Programs that ask for torch's own backends get our groups, and are told so once."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -49,6 +50,20 @@ def keeps_gloo(world: ec.World) -> tuple[bool, int]:
 
 def test_a_variable_keeps_torchs_own_backend_in_processes() -> None:
     assert ec.run(keeps_gloo, 2, "processes") == [(False, 3)] * 2
+
+
+def group_timeouts(world: ec.World) -> list[float]:
+    os.environ["ECHELON_TIMEOUT"] = "7"
+    dist.init_process_group("gloo")
+    groups = [dist.group.WORLD, dist.new_group([0, 1], timeout=timedelta(seconds=9))]
+    timeouts = [group._group.timeout for group in groups if isinstance(group, ProcessGroupEchelon)]
+    dist.destroy_process_group()
+    return timeouts
+
+
+@pytest.mark.parametrize("world", ["threads", "processes"])
+def test_the_timeout_of_the_environment_is_that_of_groups_without_one(world: str) -> None:
+    assert ec.run(group_timeouts, 2, world) == [[7.0, 9.0]] * 2
 
 
 def test_what_we_do_not_serve_is_left_to_torch() -> None:

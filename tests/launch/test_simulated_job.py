@@ -192,3 +192,16 @@ def test_the_ranks_may_be_run_by_somebody_else(
     assert run_threads(Program(str(script)), [], 2, 5, run_ranks=run_ranks) == 0
     assert calls == [("barrier", "2 in <module>")]
     assert capsys.readouterr().out.splitlines() == ["past"] * 2
+
+
+def test_the_timeout_of_the_run_is_that_of_groups_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print(dist.group.WORLD._group.timeout)
+"""
+    assert run(tmp_path, body, monkeypatch, capsys, 7.5).output == ["7.5"] * 3
+    assert run(tmp_path, body, monkeypatch, capsys).output == ["1800.0"] * 3
+    assert "ECHELON_TIMEOUT" not in os.environ

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -18,10 +19,18 @@ from torch.distributed import distributed_c10d
 from echelon.c10d import simulated_rank
 from echelon.c10d.named_process_group import BACKEND
 from echelon.c10d.process_group import ProcessGroupEchelon
+from echelon.process.environment import timeout_wanted
 
 SERVED = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "undefined", BACKEND})
 
 OWN_VARIABLE = "ECHELON_OWN_BACKENDS"
+
+# What a group gets from torch if the program gives it no timeout.
+_DEFAULT_TIMEOUTS = (
+    None,
+    distributed_c10d.default_pg_timeout,
+    distributed_c10d.default_pg_nccl_timeout,
+)
 
 # Of torch, also where something that waits for the first group is in its place.
 _helper = distributed_c10d._new_process_group_helper
@@ -63,6 +72,9 @@ def new_process_group(
     if backend == "mpi" and not global_ranks_in_group:
         group_size, group_rank, store = _mpi_world()
     options |= {"backend_options": None, "device_id": None}
+    seconds = timeout_wanted(os.environ)
+    if seconds is not None and options.get("timeout") in _DEFAULT_TIMEOUTS:
+        options["timeout"] = timedelta(seconds=seconds)
     ours = distributed_c10d.Backend(BACKEND)
     group, prefix_store = _original(
         group_size, group_rank, global_ranks_in_group, ours, store, group_name, **options

@@ -68,12 +68,13 @@ def run_threads(
     from echelon.comm.world import DEFAULT_TIMEOUT_S
     from echelon.launch.run import run
 
+    wanted = None if concurrent else timeout  # they share the environment
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
     guard_exit(timeout)
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output, sys.stdout = sys.stdout, WholeLines(sys.stdout, tee)
     try:
-        args = (read, raised, times)
+        args = (read, raised, times, wanted)
         with nullcontext() if concurrent else importing_for_themselves(program.folder()):
             start = run_ranks or partial(run, concurrent=concurrent)
             start(_rank_main, ranks, args=args, timeout=timeout)
@@ -108,11 +109,14 @@ def _rank_main(
     read: _Reader,
     raised: list[tuple[BaseException, FailureRecord]],
     times: list[tuple[int, RankTime]],
+    timeout: float | None,
 ) -> None:
     """Run the script as if it were the only one; ``echelon.init`` finds the world by the thread."""
     from echelon.comm.threads.rank_modules import main_names
 
     times.append((world.rank, world.steps.time))
+    if timeout is not None:
+        os.environ["ECHELON_TIMEOUT"] = f"{timeout:g}"  # that of this rank, for groups of torch
     with printing_as(world.rank):
         try:
             code, names = read()

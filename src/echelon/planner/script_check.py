@@ -75,7 +75,8 @@ def check_script(
         reason = f"left with exit code {code}" if code else f"took fewer than {_STEPS} steps"
         raise StateError(
             f"{program.name} {reason}, so its memory is not known: it must get its world from "
-            f"echelon.init() and take {_STEPS} steps of an optimizer"
+            f"echelon.init() and take {_STEPS} steps of an optimizer, and {plan} must be its plan "
+            "(a --plan among its arguments, or --fix pp=2 --fix shard=4 and the like)"
         )
     return [seen[stage] for stage in range(plan.pp)]
 
