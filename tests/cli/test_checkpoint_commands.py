@@ -49,3 +49,17 @@ def test_a_folder_above_runs_says_where_steps_are(tmp_path: Path) -> None:
     code, text = invoke("ls", tmp_path / "runs")
     assert code != 0
     assert "there are steps in 'first' below it" in text
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "diff"])
+def test_a_file_in_place_of_a_folder_gets_the_command_that_makes_a_folder_of_it(
+    command: str, tmp_path: Path
+) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+    files = [tmp_path / "weights.pt"] * (2 if command == "diff" else 1)
+    code, output = invoke(command, *files)
+    assert code == 2
+    assert "is a file" in output
+    assert "does not exist" not in output
+    assert invoke("convert", tmp_path / "weights.pt", tmp_path / "run")[0] == 0
+    assert invoke("ls", tmp_path / "run")[0] == 0

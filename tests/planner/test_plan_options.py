@@ -77,6 +77,7 @@ def test_shards_compute_in_16_bits_but_not_where_stages_share_a_parameter() -> N
     ("layout", "sentence"),
     [
         (Layout(tp=2, cp=4), "no tp and no cp, and this layout has tp=2, cp=4: fix tp=1, cp=1"),
+        (Layout(tp=2), "or search with axes 'plan'"),
         (Layout(ep=2, dp=2), "no ep"),
         (Layout(dp=2, shard=2, sharded=ShardedStates.OPTIMIZER), "fix dp=1"),
         (Layout(pp=2, microbatches=2, recompute=Recompute.ATTENTION), "only attention"),

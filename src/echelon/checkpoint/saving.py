@@ -133,8 +133,8 @@ class Saving:
         if self._storage.holds(target):
             if is_whole(target):
                 raise self._refusal(
-                    "this step was saved already, and what is committed is never replaced: save "
-                    "under another step or into another folder",
+                    "this step was saved already, and what is committed is never replaced: go "
+                    "on from it by ec.load, or save under another step or into another folder",
                     target,
                 )
             self._replaces = True

@@ -127,8 +127,13 @@ def _place(text: str, *, is_folder: bool = True) -> Place:
     from echelon.checkpoint.place import place_of
 
     place = place_of(text)
-    if isinstance(place, Path) and not (place.is_dir() if is_folder else place.exists()):
+    if isinstance(place, Path) and not place.exists():
         raise typer.BadParameter(f"{'Folder' if is_folder else 'Path'} {text!r} does not exist.")
+    if isinstance(place, Path) and is_folder and not place.is_dir():
+        raise typer.BadParameter(
+            f"{text!r} is a file, and not the folder of a run or of a step: make one of it by "
+            "'echelon checkpoint convert FILE FOLDER'."
+        )
     return place
 
 

@@ -112,7 +112,8 @@ def _of_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     if family not in (*_TWO, *_THREE):
         raise ArgumentError(
             f"model {file!r:.200} is of the family {family!r:.40}, which is not known: write the "
-            f"fields {', '.join(field.name for field in fields(Transformer))} into a JSON file"
+            f"fields {', '.join(field.name for field in fields(Transformer))} into a JSON file, or "
+            "give ec.plan a module and an example of its batch"
         )
     for field, without in _NOT_DESCRIBED.items():
         if config.get(field) and config[field] != without:

@@ -52,7 +52,7 @@ def missing_in_plan(layout: Layout) -> str:
         lengths = ", ".join(f"{name}={getattr(layout, name)}" for name in axes)
         return (
             f"an ec.Plan has no {' and no '.join(axes)}, and this layout has {lengths}: fix "
-            f"{', '.join(f'{name}=1' for name in axes)}"
+            f"{', '.join(f'{name}=1' for name in axes)}, or search with axes 'plan'"
         )
     if layout.recompute is Recompute.ATTENTION and layout.pp > 1:
         return "an ec.Plan computes a stage again or nothing of it, and this layout only attention"
