@@ -91,5 +91,5 @@ def test_each_stage_of_a_plan_is_looked_at_and_none_of_its_many_ranks(program: P
 def test_a_script_that_takes_too_few_steps_or_fails_is_refused(program: Program) -> None:
     with pytest.raises(StateError, match="took fewer than 3 steps"):
         check_script(program, ["dp=2", "2"], ec.Plan(dp=2))
-    with pytest.raises(StateError, match="left with exit code 1, .* and dp=2 must be its plan"):
+    with pytest.raises(StateError, match=r"left with exit code 1, .* and dp=2 must be its plan"):
         check_script(program, ["dp=3", "3"], ec.Plan(dp=2))

@@ -29,7 +29,7 @@ OWN_VARIABLE = "ECHELON_OWN_BACKENDS"
 _DEFAULT_TIMEOUTS = (
     None,
     distributed_c10d.default_pg_timeout,
-    distributed_c10d.default_pg_nccl_timeout,
+    distributed_c10d.default_pg_nccl_timeout,  # type: ignore[attr-defined]  # not in its __all__
 )
 
 # Of torch, also where something that waits for the first group is in its place.
