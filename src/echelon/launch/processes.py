@@ -13,7 +13,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -97,12 +97,12 @@ def run_processes(
         os.close(store)
         raise
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     tokens = (segments[0].token, segments[1].token)
     children: list[BaseProcess] = []
     pipes: list[Connection] = []
     lifelines: list[Connection] = []  # nothing is ever sent; that we hold them is the message
     try:
+        start_fork_server()
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
             lifeline, held = context.Pipe(duplex=False)
@@ -152,7 +152,13 @@ def _job_bytes(
 def start_fork_server(*modules: str) -> None:
     """Start the server that ranks are forked from, unless it runs; it also imports ``modules``."""
     multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # whose start would unblock Ctrl-C again
+    # The server inherits the mask, so Ctrl-C is not raised in its imports.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _refuse_import() -> None:

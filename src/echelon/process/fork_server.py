@@ -4,7 +4,8 @@ multiprocessing makes a folder for the socket of its fork server, ``/tmp/pymp-â€
 when the program that started the server ends in good order. A program that a signal ends does not.
 The server ends in good order then, because nobody holds its life line any more; so it removes the
 folder. A SIGTERM for all processes of a job reaches the server, too, which does not end by it, as
-it does not end by Ctrl-C: it goes with the program.
+it does not end by Ctrl-C: it goes with the program. multiprocessing ignores Ctrl-C there only after
+the imports, which take seconds, so it is blocked from the start of the server on.
 
 The server imports this module before it forks. Elsewhere the import does nothing.
 """
@@ -17,7 +18,9 @@ import signal
 import socket
 import stat
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 __all__: list[str] = []
 
@@ -53,7 +56,14 @@ def _serve() -> None:
     if sockets:
         atexit.register(_remove, sockets, os.getpid())
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, before))
+        os.register_at_fork(after_in_child=partial(_take_signals, before, os.getpid()))
+
+
+def _take_signals(at_terminate: Any, server: int) -> None:
+    """Let a child of the server take signals as any process does; it may decide for its forks."""
+    if os.getppid() == server:
+        signal.signal(signal.SIGTERM, at_terminate)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 _serve()
