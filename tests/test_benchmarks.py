@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.children import environ
-from tests.processes import becomes_true, has_ended
+from tests.processes import becomes_true, has_ended, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -353,3 +353,28 @@ def test_steps_in_ray_are_measured_and_their_losses_agree(tmp_path: Path) -> Non
     assert {len(times) for times in records["tasks"][0]["seconds"].values()} == {2}
     assert len(records["bars"]) == 3
     assert records["settings"]["default_backend"] == "gloo"
+
+
+FREED_ELSEWHERE = """
+import threading
+import torch
+from allocated import count_allocations, peak_of
+
+held = [torch.zeros(250)]
+
+def step():
+    held.append(torch.zeros(250_000))
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    held.append(torch.zeros(250_000))
+
+count_allocations()
+print(peak_of(step), peak_of(held.clear), peak_of(lambda: torch.zeros(250)))
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_another_thread_frees_is_not_counted_any_more() -> None:
+    done = run_python("-c", FREED_ELSEWHERE, cwd=FOLDER)
+    assert done.stdout == "1000000 0 1000\n"
