@@ -44,7 +44,7 @@ def measure(case: MemoryCase) -> list[int]:
 def predict(case: MemoryCase) -> list[int]:
     """The peak of the first rank of each stage."""
     tokens = case.tokens()
-    options = DryRunOptions(units=case.units)
+    options = DryRunOptions(units=case.units, over_gloo=True)
     steps = dry_run(case.model(), case.plan, tokens, tokens, next_token_loss, options)
     return [step.peak for step in steps]
 

@@ -161,6 +161,15 @@ def test_allocations_can_be_rounded_as_those_of_cuda_are() -> None:
     assert exact.peak < rounded.peak
 
 
+@pytest.mark.slow
+def test_groups_over_gloo_keep_memory_to_reduce_in() -> None:
+    plan = ec.Plan(dp=2, ddp={"first_bucket_bytes": 2**21})
+    [plain], [gloo] = planned(plan), planned(plan, over_gloo=True)
+    # Half of the gradients in the one bucket, of each rank.
+    assert gloo.categories["communication"] == pytest.approx(gloo.parameter_bytes, rel=0.001)
+    assert gloo.peak == plain.peak + gloo.categories["communication"]
+
+
 def test_a_model_that_looks_at_values_is_refused_with_its_operation() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:

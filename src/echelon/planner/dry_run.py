@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from echelon import checks, events
 from echelon.comm.fake.group import FakeGroup
 from echelon.comm.mesh import axis_ranks
+from echelon.comm.primitives import Primitive
+from echelon.comm.torch_dist.algorithms import scratch_nbytes
 from echelon.comm.world import World
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.errors import ArgumentError
@@ -72,6 +74,7 @@ class DryRunOptions:
         units: what FSDP gathers at once, with ``shard`` > 1.
         optimizer: is called with the parameters of a rank.
         shares_memory: whether all ranks are processes of one host, whose FSDP shares memory.
+        over_gloo: whether ranks communicate by gloo, with groups that keep scratch memory.
         data_rank: which rank of a stage runs, of those on ``dp`` and ``shard``; 0 has the largest
             parts.
         rounding: an allocation takes a multiple of so many bytes; PyTorch's of CUDA takes 512.
@@ -80,12 +83,14 @@ class DryRunOptions:
     units: Rule | None = None
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] = AdamW
     shares_memory: bool = False
+    over_gloo: bool = False
     data_rank: int = 0
     rounding: int = 1
 
     def __post_init__(self) -> None:
         checks.instance("units", self.units, Rule, or_none=True)
         checks.flag("shares_memory", self.shares_memory)
+        checks.flag("over_gloo", self.over_gloo)
         checks.integer("data_rank", self.data_rank, low=0)
         checks.integer("rounding", self.rounding, low=1)
 
@@ -134,7 +139,8 @@ def _step_of(
     stages: World,
 ) -> DryStep:
     """What a rank of this stage does."""
-    world = fake_world(plan, stages, options)
+    scratch = _Scratch()
+    world = fake_world(plan, stages, options, issued=scratch.note if options.over_gloo else None)
     peak = _Peak()
     memory = Allocations(peak.after_operation, rounding=options.rounding)
     shapes = ShapesOnly()
@@ -164,9 +170,13 @@ def _step_of(
         stage=stages.rank,
         num_parameters=sum(param.numel() for param in shared.parameters()),
         parameter_bytes=sum(param.nbytes for param in shared.parameters()),
-        peak=nbytes,
+        peak=nbytes + scratch.nbytes,
         after=after,
-        categories={**held, "activations": nbytes - sum(held.values())},
+        categories={
+            **held,
+            "activations": nbytes - sum(held.values()),
+            **({"communication": scratch.nbytes} if options.over_gloo else {}),
+        },
         sent=calls.sent,
     )
 
@@ -235,6 +245,22 @@ class _Peak:
 
 
 @final
+class _Scratch:
+    """What groups over gloo keep to reduce in: each the most that one of its operations needs."""
+
+    def __init__(self) -> None:
+        self._most: dict[FakeGroup, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._most.values())
+
+    def note(self, group: FakeGroup, operation: Primitive) -> None:
+        nbytes = scratch_nbytes(operation, group.rank, group.size)
+        self._most[group] = max(nbytes, self._most.get(group, 0))
+
+
+@final
 class _Calls:
     """What a rank sends, and the last action of its pipeline."""
 
@@ -289,13 +315,18 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def fake_world(
-    plan: Plan, stages: World, options: DryRunOptions, steps: StepCounter | None = None
+    plan: Plan,
+    stages: World,
+    options: DryRunOptions,
+    steps: StepCounter | None = None,
+    issued: Callable[[FakeGroup, Primitive], None] | None = None,
 ) -> World:
     """The job as a rank of this stage sees it: of all others, the other stages are there.
 
     Args:
         stages: one rank of each stage, as simulated ranks.
         steps: counts the steps of this rank.
+        issued: is called with each operation of a group whose other ranks are not there.
     """
     lengths = {"pp": plan.pp, "dp": plan.dp, "shard": plan.shard}
     line = axis_ranks("pp", options.data_rank, lengths)
@@ -305,5 +336,6 @@ def fake_world(
         present=stages.group,
         present_ranks=line,
         shares_memory=options.shares_memory,
+        issued=issued,
     )
     return World(group, backend="fake", steps=steps)

@@ -88,3 +88,14 @@ def test_memory_is_shared_only_where_it_was_asked_for() -> None:
     group = FakeGroup(0, range(2), shares_memory=True)
     assert group.shared_tensor(4).numel() == 4
     assert group.window(3).local.numel() == 3
+
+
+def test_operations_of_a_group_and_its_subgroups_are_told() -> None:
+    heard: list[tuple[int, str]] = []
+    group = FakeGroup(
+        0, range(4), issued=lambda group, call: heard.append((group.size, type(call).__name__))
+    )
+    group.all_reduce(torch.ones(2))
+    group.subgroup([0, 2]).all_gather_object("text")
+    assert heard[0] == (4, "AllReduce")
+    assert heard[-1] == (2, "AllGather")

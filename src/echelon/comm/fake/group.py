@@ -7,7 +7,7 @@ has no meaning beyond shapes. Groups of PyTorch's backend ``"fake"`` do the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -51,6 +51,7 @@ class FakeGroup(Group):
         present: a group of those ranks that are there, which is what a subgroup of all of them is.
         present_ranks: their ranks in the job.
         shares_memory: whether the group is to behave as one whose ranks share memory.
+        issued: is called with each operation, by this group and its subgroups.
 
     Example:
         >>> group = FakeGroup(3, range(1000))
@@ -69,6 +70,7 @@ class FakeGroup(Group):
         present_ranks: Sequence[int] = (),
         shares_memory: bool = False,
         name: str = "world",
+        issued: Callable[[FakeGroup, Primitive], None] | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -80,10 +82,13 @@ class FakeGroup(Group):
             note=lambda call: None,
         )
         self._present, self._present_ranks = present, present_ranks
+        self._issued = issued
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         if isinstance(operation, Derived):
             operation = operation.primitive(self.rank, self.size)
+        if self._issued is not None:
+            self._issued(self, operation)
         with torch.inference_mode():
             _act(operation, self.rank, self.size)
         return _DoneWork(call)
@@ -101,6 +106,7 @@ class FakeGroup(Group):
             present_ranks=self._present_ranks,
             shares_memory=self.shares_memory,
             name=name,
+            issued=self._issued,
         )
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

@@ -72,15 +72,12 @@ class Algorithms:
     def _all_reduce(self, tag: int, tensor: Tensor, op: str) -> None:
         """Reduce ``tensor`` over ranks, in place."""
         peers, size = self._peers, self._peers.size
-        if (size - 1) * tensor.numel() * tensor.itemsize <= ONE_ROUND_NBYTES:
+        if _is_one_round(tensor.nbytes, size):
             everyone = dict.fromkeys(peers.others(), tensor)
             self._reduce_at_once(tag, everyone, tensor, [tensor], op)
             return
         # [1] my pieces of part r go to rank r, which [2] reduces them and [3] sends results to all.
-        align = max(1, _ALIGN_NBYTES // tensor.itemsize)
-        parts = [
-            _pieces(tensor[start:stop]) for start, stop in even_chunks(tensor.numel(), size, align)
-        ]
+        parts = [_pieces(tensor[start:stop]) for start, stop in _ranges(tensor, size)]
         deadline = peers.deadline()
         results = [
             peers.recv(piece, peer, tag | PHASE) for peer in peers.others() for piece in parts[peer]
@@ -97,7 +94,7 @@ class Algorithms:
         peers, op = self._peers, operation.op
         target, inputs = operation.target(peers.rank), operation.input.split(operation.splits)
         longest = max(operation.splits)  # not that of this rank, so that all decide alike
-        if (peers.size - 1) * longest * target.itemsize <= ONE_ROUND_NBYTES:
+        if _is_one_round(longest * target.itemsize, peers.size):
             self._reduce_at_once(tag, dict(enumerate(inputs)), inputs[peers.rank], [target], op)
         else:
             deadline = peers.deadline()
@@ -216,8 +213,7 @@ class Algorithms:
         peers = self._peers
         longest = max((piece.numel() for piece in own), default=0)
         dtype = own[0].dtype if own else torch.uint8
-        others = max(1, peers.size - 1)
-        depth = max(2, SCRATCH_NBYTES // (others * PIECE_NBYTES))
+        depth = _depth(peers.size)
         room = self._room(min(depth, len(own)) * peers.size, longest, dtype)
         slots = [room[i : i + peers.size] for i in range(0, len(room), peers.size)]
         arriving: dict[int, list[Posted]] = {}
@@ -241,13 +237,56 @@ class Algorithms:
 
     def _room(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """``count`` places of ``numel`` elements in the scratch memory, which only ever grows."""
-        nbytes = -(-numel * dtype.itemsize // _ALIGN_NBYTES) * _ALIGN_NBYTES
+        nbytes = _aligned(numel * dtype.itemsize)
         if self._scratch.numel() < count * nbytes:
             self._scratch = self._scratch.new_empty(count * nbytes)
         return [
             self._scratch[i * nbytes : i * nbytes + numel * dtype.itemsize].view(dtype)
             for i in range(count)
         ]
+
+
+def scratch_nbytes(operation: Primitive | Derived, rank: int, size: int) -> int:
+    """The scratch memory that a rank needs for an operation; it keeps the most of all so far.
+
+    Example:
+        >>> scratch_nbytes(AllReduce(torch.zeros(16), "sum"), 0, 2)
+        128
+    """
+    match operation:
+        case AllReduce(tensor=tensor):
+            start, stop = _ranges(tensor, size)[rank]
+            longest, numel = tensor.numel(), stop - start
+            whole = longest
+        case ReduceScatter(input=tensor, splits=splits):
+            longest, numel = max(splits), splits[rank]
+            whole = numel
+        case _:
+            return 0
+    if _is_one_round(longest * tensor.itemsize, size):
+        return size * _aligned(whole * tensor.itemsize)
+    most = PIECE_NBYTES // tensor.itemsize
+    num_pieces = -(-numel // most)
+    return min(_depth(size), num_pieces) * size * _aligned(min(numel, most) * tensor.itemsize)
+
+
+def _is_one_round(nbytes: int, size: int) -> bool:
+    """Whether each rank sends so much to all others at once."""
+    return (size - 1) * nbytes <= ONE_ROUND_NBYTES
+
+
+def _ranges(tensor: Tensor, size: int) -> list[tuple[int, int]]:
+    """The part of a tensor that each rank reduces."""
+    return even_chunks(tensor.numel(), size, max(1, _ALIGN_NBYTES // tensor.itemsize))
+
+
+def _depth(size: int) -> int:
+    """How many pieces may be under way to a rank from each other one."""
+    return max(2, SCRATCH_NBYTES // (max(1, size - 1) * PIECE_NBYTES))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
 
 
 def _pieces(part: Tensor) -> list[Tensor]:
