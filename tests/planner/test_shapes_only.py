@@ -55,6 +55,13 @@ def test_views_share_memory_and_writes_return_their_argument() -> None:
         assert x.untyped_storage().nbytes() == 0
 
 
+def test_the_product_of_a_batch_of_matrices_has_memory_once() -> None:
+    with ShapesOnly():
+        x, weight = torch.empty(10, 100, 200), torch.empty(200, 200)
+        flat = x.view(1000, 200) @ weight
+        assert torch.ops.aten._unsafe_view(flat, [10, 100, 200]).data_ptr() == flat.data_ptr()
+
+
 def test_nothing_large_is_touched() -> None:
     def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

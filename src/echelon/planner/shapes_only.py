@@ -25,6 +25,8 @@ from echelon.laboratory.allocations import tensors_in
 
 # Elements above which nothing is computed. The tensors that a program looks at have fewer.
 LARGE = 2**16
+# What returns memory that is there, though its schema does not say so of all.
+_IN_PLACE = frozenset({"aten::_unsafe_view", "aten::resize_", "aten::set_"})
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -144,7 +146,7 @@ def touches_nothing(func: Any) -> bool:
     infos = [item.alias_info for item in func._schema.returns]
     if any(info is not None and not info.is_write for info in infos):
         return True
-    return _is_empty(func) or func._schema.name in {"aten::resize_", "aten::set_"}
+    return _is_empty(func) or func._schema.name in _IN_PLACE
 
 
 @cache
