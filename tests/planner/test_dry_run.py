@@ -170,6 +170,13 @@ def test_groups_over_gloo_keep_memory_to_reduce_in() -> None:
     assert gloo.peak == plain.peak + gloo.categories["communication"]
 
 
+@pytest.mark.slow
+def test_stages_that_share_no_memory_keep_what_they_send_for_longer() -> None:
+    plan = ec.Plan(pp=4, microbatches=8, schedule="interleaved", chunks=2)
+    apart, beside = planned(plan), planned(plan, shares_memory=True)
+    assert apart[0].peak >= beside[0].peak + ROWS // 8 * WIDTH * 4
+
+
 def test_a_model_that_looks_at_values_is_refused_with_its_operation() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:

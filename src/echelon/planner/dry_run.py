@@ -330,6 +330,7 @@ def fake_world(
     """
     lengths = {"pp": plan.pp, "dp": plan.dp, "shard": plan.shard}
     line = axis_ranks("pp", options.data_rank, lengths)
+    stages.group.shares_memory = options.shares_memory  # a pipeline over other memory keeps sends
     group = FakeGroup(
         line[stages.rank],
         range(plan.num_ranks),

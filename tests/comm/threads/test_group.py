@@ -1,6 +1,7 @@
 """Failures reach all simulated ranks, of which there may be hundreds."""
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -81,3 +82,21 @@ def test_windows_are_ordinary_memory_that_all_ranks_see() -> None:
         return [window.peer(rank)[1].item() for rank in range(world.size)]
 
     assert ec.run(main, 3) == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_a_work_does_not_keep_the_tensor_of_the_other_rank() -> None:
+    """Or a pipeline of simulated ranks would need more memory than one of processes."""
+
+    def main(world: ec.World) -> bool:
+        tensor = torch.zeros(3)
+        call = world.group.isend if world.rank == 0 else world.group.irecv
+        work = call(tensor, 1 - world.rank)
+        work.wait()
+        taken = world.group.all_gather_object(work.done())
+        memory = weakref.ref(tensor.untyped_storage())
+        if world.rank == 1:
+            del tensor, work
+        world.group.barrier()
+        return all(taken) and (memory() is None) == (world.rank == 1)
+
+    assert ec.run(main, 2) == [True, True]

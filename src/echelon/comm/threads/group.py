@@ -233,6 +233,7 @@ class ThreadGroup(Group):
             except Exception as error:  # raised on both ranks
                 transfer.error = error
             world.complete(transfer)
+            transfer.sides.clear()  # the work of one rank must not keep the tensor of the other
         else:
             world.look_again()  # somebody may wait for a message from any rank
         return _ThreadWork(call, world, transfer, self.timeout)
