@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -84,7 +85,11 @@ def test_every_plan_has_the_weights_of_accelerate_in_one_process() -> None:
 
 def of_uneven_and_kept_batches() -> Any:
     """The weights after batches that do not suffice for all ranks, and after a late reduction."""
-    accelerator = restarted()(plan="ddp")
+    from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs
+
+    waits = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
+    accelerator = restarted()(plan="ddp", kwargs_handlers=[waits])
+    assert accelerator.world.group.timeout == 77
     rows = torch.arange(5.0, dtype=torch.float64)[:, None]
     loader = accelerator.prepare(DataLoader(rows, batch_size=1))
     model = accelerator.prepare(nn.Linear(1, 1, bias=False).double())
@@ -104,20 +109,28 @@ def of_uneven_and_kept_batches() -> Any:
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(kept)
     grad = model.weight.grad.item()
-    sharded = restarted()(plan="fsdp")
-    model = sharded.prepare(nn.Linear(1, 1))
+    refused = 0
+    for plan in ("ddp", "fsdp"):
+        loading = DataLoaderConfiguration(even_batches=False)
+        other = restarted()(plan=plan, dataloader_config=loading)
+        model = other.prepare(nn.Linear(1, 1).double())
+        with pytest.raises(ec.errors.UnsupportedError, match="drop_last=True"):
+            for row in other.prepare(DataLoader(rows, batch_size=1)):
+                other.backward(model(row).sum())
+        refused += 1
     with pytest.raises(ec.errors.UnsupportedError, match="even_batches=True"):
-        sharded.join_uneven_inputs([model]).__enter__()
-    return count, joined, grad
+        other.join_uneven_inputs([model]).__enter__()
+    return count, joined, grad, refused
 
 
 @pytest.mark.slow
 def test_ranks_without_batches_wait_and_kept_gradients_are_reduced() -> None:
     results = run_job(f"{HERE}:of_uneven_and_kept_batches", 2)
-    assert [count for count, _, _ in results] == [3, 2]  # rank 0 has rows 0, 2 and 4
+    assert [count for count, _, _, _ in results] == [3, 2]  # rank 0 has rows 0, 2 and 4
     # Means of rows 0 and 1, of rows 2 and 3, and of row 4 on the rank that has one.
-    assert [joined for _, joined, _ in results] == [-7.0, -7.0]
-    assert [grad for _, _, grad in results] == [2.5, 2.5]  # 1 and 2 kept, and 1 on each rank
+    assert [joined for _, joined, _, _ in results] == [-7.0, -7.0]
+    assert [grad for _, _, grad, _ in results] == [2.5, 2.5]  # 1 and 2 kept, and 1 on each rank
+    assert [refused for _, _, _, refused in results] == [2, 2]  # before any rank waits
 
 
 # --- one rank alone ------------------------------------------------------------------------------
@@ -136,9 +149,13 @@ def test_it_works_without_a_launcher(plan: str) -> None:
 
 
 def test_what_accelerate_would_do_to_shards_is_refused() -> None:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    compressed = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     refused = [
         ({"mixed_precision": "fp16"}, "use 'bf16'"),
         ({"dynamo_backend": "inductor"}, "compile its blocks"),
+        ({"kwargs_handlers": [compressed]}, "has comm_hook"),
         ({"plan": "zero"}, "give 'ddp', 'fsdp' or an ec.Plan"),
         ({"plan": ec.Plan(shard=2)}, "for pp"),
         ({"units": ec.units.whole()}, "shards nothing"),

@@ -31,7 +31,12 @@ from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule
+from echelon.integrations.accelerate.process_group_options import (
+    check_ddp_options,
+    timeout_of,
+)
 from echelon.integrations.accelerate.state_items import state_items
+from echelon.integrations.accelerate.uneven_batches import are_batches_uneven
 from echelon.integrations.sharing import Sharing, Wrapper
 from echelon.launch.run import init
 from echelon.pipeline.api import Pipeline
@@ -56,8 +61,8 @@ class EchelonAccelerator(Accelerator):
 
     Raises:
         ArgumentError: the plan is for another number of ranks, or an option does not fit it.
-        UnsupportedError: another wrapper, a compiler, or float16 is asked for, or ranks are
-            simulated.
+        UnsupportedError: another wrapper, a compiler, or float16 is asked for, or options of
+            PyTorch's DDP that change what is summed, or ranks are simulated.
     """
 
     def __init__(
@@ -70,7 +75,8 @@ class EchelonAccelerator(Accelerator):
     ) -> None:
         self.sharing = Sharing(plan=plan, units=units, options=options or {})
         self.loss_fn: Callable[[Any, Any], Tensor] | None = None  # of a pipeline
-        self.world = init()
+        self._num_joins = 0
+        self.world = init(timeout=timeout_of(kwargs.get("kwargs_handlers")))
         if self.world.backend == "threads":
             raise UnsupportedError(
                 "Accelerate keeps the rank of a process in its globals, so ranks must be "
@@ -96,6 +102,7 @@ class EchelonAccelerator(Accelerator):
             raise UnsupportedError(f"{kind.value} shares models itself: leave its plugin out")
         if self.parallelism_config is not None:
             raise UnsupportedError("parallelism_config is Accelerate's own: give plan=ec.Plan(...)")
+        check_ddp_options(self.ddp_handler)
         if self.mixed_precision in ("fp16", "fp8"):
             raise UnsupportedError(
                 f"mixed_precision={self.mixed_precision!r} needs a scaler or kernels of Accelerate "
@@ -163,7 +170,11 @@ class EchelonAccelerator(Accelerator):
         """As ``Accelerator``; ranks of one pipeline read the same batches."""
         num_stages = self.sharing.num_stages
         if num_stages == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
-            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+            prepared = super().prepare_data_loader(
+                data_loader, device_placement, slice_fn_for_dispatch
+            )
+            self._check_even(prepared)
+            return prepared
         if self.dispatch_batches:
             raise UnsupportedError(
                 "dispatch_batches has rank 0 read for ranks with batches of their own, and the "
@@ -185,8 +196,19 @@ class EchelonAccelerator(Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
+        self._check_even(prepared)
         self._dataloaders.append(prepared)
         return prepared
+
+    def _check_even(self, loader: DataLoader[Any]) -> None:
+        """Refuse, on all ranks, a loader whose last batches are not for all ranks of FSDP."""
+        shares_steps = self.sharing.shards or self.sharing.num_stages > 1
+        if shares_steps and are_batches_uneven(loader):
+            raise UnsupportedError(
+                "even_batches=False gives some ranks a batch more than others, and under this plan "
+                "all ranks take part in each step: keep even_batches=True, use drop_last=True, or "
+                "plan='ddp' with join_uneven_inputs"
+            )
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -197,6 +219,18 @@ class EchelonAccelerator(Accelerator):
         return plain
 
     # Training --------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As ``Accelerator``; refused where ranks without a batch would be waited for."""
+        loader = self.gradient_state.active_dataloader
+        is_shared = self.world.size > 1 and any(isinstance(each, DDP) for each in self._models)
+        if is_shared and not self._num_joins and are_batches_uneven(loader):
+            raise UnsupportedError(
+                "even_batches=False gives some ranks a batch more than others, which would wait "
+                "for them in its backward: train inside of `with accelerator.join_uneven_inputs("
+                "[model]):`, keep even_batches=True, or use drop_last=True"
+            )
+        super().backward(loss, **kwargs)
 
     @staticmethod
     @contextmanager
@@ -223,12 +257,14 @@ class EchelonAccelerator(Accelerator):
             for model in joinables:
                 if isinstance(model, DDP):
                     stack.enter_context(model.join())
+            self._num_joins += 1
             try:
                 for sampler, value in kept.items():
                     if value is not None and even_batches is not None:
                         sampler.even_batches = even_batches
                 yield
             finally:
+                self._num_joins -= 1
                 for sampler, value in kept.items():
                     if value is not None:
                         sampler.even_batches = value
