@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+import torch
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-import torch
 from echelon.integrations.accelerate.uneven_batches import are_batches_uneven
 
 

@@ -1,5 +1,8 @@
 """Ranks come from a launcher; what contradicts it is said when the Trainer or Fabric is made."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 
 pytest.importorskip("lightning")
@@ -23,6 +26,13 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_devices_without_a_launcher_name_the_command(host: type) -> None:
     with pytest.raises(ec.WorldError, match="start the script with `echelon run --ranks 2"):
         host(accelerator="cpu", devices=2, strategy="echelon_ddp")
+
+
+@pytest.mark.parametrize("timeout", [30, timedelta(seconds=-1)])
+def test_a_timeout_that_is_none_is_refused_when_a_strategy_is_made(timeout: Any) -> None:
+    for strategy in ("EchelonStrategy", "EchelonFabricStrategy"):
+        with pytest.raises(ec.ArgumentError, match=r"give a datetime\.timedelta"):
+            getattr(echelon.integrations.lightning, strategy)("ddp", timeout=timeout)
 
 
 @pytest.mark.parametrize("devices", ["auto", 2])

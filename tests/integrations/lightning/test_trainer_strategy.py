@@ -73,6 +73,15 @@ def test_manual_optimization_of_two_optimizers_trains_to_the_weights_of_gloo(
 
 
 @pytest.mark.slow
+def test_a_layer_that_a_callback_thaws_later_trains_to_the_weights_of_one_rank(
+    tmp_path: Path,
+) -> None:
+    wanted = result_of(tmp_path, 1, "finetune")
+    weights = result_of(tmp_path, 2, "finetune")
+    assert apart(weights, wanted) <= 1e-12
+
+
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path) -> None:
     refused = result_of(tmp_path, 2, "refusals", str(tmp_path))
     wanted = {
@@ -81,6 +90,8 @@ def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path) -> None:
         "remote": "UnsupportedError: memory://a.ckpt",
         "manual": "UnsupportedError: automatic_optimization=False",
         "averaging": "UnsupportedError: StochasticWeightAveraging copies the model",
+        "argument": "ArgumentError: hyper_parameters.root is a pathlib.PosixPath",
+        "finetuning": "UnsupportedError: BaseFinetuning compares parameters by their values",
         "devices": "ArgumentError: devices is 3, and 2 ranks were started",
         "batchnorm": "UnsupportedError: sync_batchnorm=True",
         "io": "UnsupportedError: AsyncCheckpointIO",

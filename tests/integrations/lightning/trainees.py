@@ -15,6 +15,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     EarlyStopping,
     ModelCheckpoint,
@@ -246,6 +247,33 @@ def train_pairs(*strategies: str) -> dict[str, dict[str, Tensor]]:
     return {strategy: train_pair(strategy) for strategy in strategies}
 
 
+class ThawsLater(BaseFinetuning):
+    """Trains one layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks[2])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.blocks[2], optimizer, lr=1e-3)
+
+
+def finetune() -> dict[str, Tensor]:
+    """The weights after three epochs with batches of 12 over all ranks."""
+    L.seed_everything(5, verbose=False)
+    trainer = trainer_of("echelon_ddp", max_epochs=3, callbacks=[ThawsLater()])
+    trainer.fit(LitNet(dropout=0.0), batches(12 // WORLD_SIZE, 96))
+    return weights_of(trainer)
+
+
+class LitPath(LitNet):
+    """Has an argument that no checkpoint can hold."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
 class ChangesWeights(Callback):
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {"x": torch.ones(1)}
@@ -276,6 +304,12 @@ def refusals(folder: str) -> dict[str, str]:
         "manual": refusal(lambda: fsdp.fit(LitPair(), batches(4))),
         "averaging": refusal(
             lambda: trainer_of("echelon_fsdp", max_steps=2, callbacks=averaging).fit(
+                LitNet(), batches(4))),
+        "argument": refusal(
+            lambda: trainer_of("echelon_ddp", max_steps=2, callbacks=[ModelCheckpoint(folder)]).fit(
+                LitPath(Path(folder)), batches(4))),
+        "finetuning": refusal(
+            lambda: trainer_of("echelon_fsdp", max_steps=2, callbacks=[ThawsLater()]).fit(
                 LitNet(), batches(4))),
         "devices": refusal(lambda: trainer_of("echelon_ddp", devices=3)),
         "batchnorm": refusal(lambda: trainer_of("echelon_ddp", sync_batchnorm=True)),

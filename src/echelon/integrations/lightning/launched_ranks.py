@@ -48,6 +48,12 @@ class LaunchedRanks:
         return False
 
     def _prepare(self, timeout: timedelta | None) -> None:
+        if timeout is not None and (
+            not isinstance(timeout, timedelta) or timeout <= timedelta(seconds=0)
+        ):
+            raise ArgumentError(
+                f"timeout is {timeout!r:.80}; give a datetime.timedelta of more than nothing"
+            )
         self._timeout = timeout
         self._job = environment(os.environ)
         self._world: World | None = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast, final
 from weakref import WeakKeyDictionary
@@ -15,19 +15,24 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 
 from echelon.ddp import DDP
-from echelon.errors import UnsupportedError
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.fsdp import FSDP, MixedPrecision, Strategy
 from echelon.fsdp.units import Rule
 from echelon.integrations.lightning.checkpoint_folder import CheckpointFolder, remove_checkpoint
 from echelon.integrations.lightning.launched_ranks import LaunchedRanks
 from echelon.integrations.lightning.lightning_file import load_states
 from echelon.integrations.lightning.technique import Parallel, Technique
+from echelon.values.encoding import encode
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"  # keys of Lightning's checkpoints
 
@@ -122,6 +127,9 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
 
     def _check(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
+        if trainer.checkpoint_callbacks:
+            owners = (self.lightning_module, cast(Any, trainer).datamodule)
+            _check_hyperparameters(owner.hparams for owner in owners if owner is not None)
         if not self._technique.shards:
             return
         if not self.lightning_module.automatic_optimization:
@@ -137,6 +145,12 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
                     f"{type(callback).__name__} copies the model before it is sharded: use "
                     "'echelon_ddp', or average shards with AveragedModel(trainer.strategy.model)"
                 )
+        if self._is_finetuned:
+            raise UnsupportedError(
+                "BaseFinetuning compares parameters by their values, and shards without an element "
+                "are all equal: use 'echelon_ddp', or give the optimizer a group for each layer "
+                "and freeze layers in on_train_epoch_start"
+            )
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         """The wrapper of ``model``; one that an earlier fit has left is taken again."""
@@ -147,8 +161,15 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         if wrapper is None:
             model = self.precision_plugin.convert_module(model)
             self.model_to_device()
-            wrapper = self._technique.wrap(model, self._meet())
+            with _thawed(model) if self._is_finetuned else nullcontext():
+                wrapper = self._technique.wrap(model, self._meet())
         return wrapper
+
+    @property
+    def _is_finetuned(self) -> bool:
+        assert self.lightning_module is not None
+        callbacks = cast(Any, self.lightning_module.trainer).callbacks
+        return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
 
     def model_to_device(self) -> None:
         """Move the model to the device of this rank, except for what is on meta."""
@@ -295,3 +316,30 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+@contextmanager
+def _thawed(model: nn.Module) -> Iterator[None]:
+    """Wrap what a callback has frozen until a later epoch as what is trained."""
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    for name, param in model.named_parameters():
+        if name in frozen:
+            param.requires_grad_(param.is_floating_point() or param.is_complex())
+    try:
+        yield
+    finally:
+        for name, param in model.named_parameters():
+            if name in frozen:
+                param.requires_grad_(requires_grad=False)
+
+
+def _check_hyperparameters(owners: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse, before the first step, what the first save could not write."""
+    for hyperparameters in owners:
+        for name, value in hyperparameters.items():
+            try:
+                encode(value, f"hyper_parameters.{name}")
+            except ArgumentError as error:
+                raise ArgumentError(
+                    f"{error}; or leave it out: save_hyperparameters(ignore=[{name!r}])"
+                ) from None
