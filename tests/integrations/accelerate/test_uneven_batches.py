@@ -29,7 +29,7 @@ def counts_and_answers(
 
 def test_the_answer_is_that_of_counting_on_every_rank() -> None:
     num_uneven = 0
-    for num_rows, batch_size, num_ranks in itertools.product(range(1, 14), (1, 2, 3, 6), (1, 2, 3)):
+    for num_rows, batch_size, num_ranks in itertools.product(range(1, 14), (1, 2, 6), (1, 2, 3)):
         for split, even, drop in itertools.product((False, True), repeat=3):
             if split and batch_size % num_ranks:
                 continue
@@ -38,7 +38,7 @@ def test_the_answer_is_that_of_counting_on_every_rank() -> None:
             )
             assert answers == {len(counts) > 1}
             num_uneven += len(counts) > 1
-    assert num_uneven > 50
+    assert num_uneven > 30
 
 
 def test_loaders_that_skip_batches_are_seen_through_and_others_count_as_even() -> None:

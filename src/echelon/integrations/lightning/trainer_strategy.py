@@ -330,7 +330,7 @@ def _thawed(model: nn.Module) -> Iterator[None]:
     finally:
         for name, param in model.named_parameters():
             if name in frozen:
-                param.requires_grad_(requires_grad=False)
+                param.requires_grad = False
 
 
 def _check_hyperparameters(owners: Iterable[Mapping[str, Any]]) -> None:
