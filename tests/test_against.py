@@ -25,6 +25,7 @@ def test_every_operation_of_two_ranks_is_timed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # four jobs start on a machine that may be busy
 @pytest.mark.parametrize("world", ["threads", "processes", "gloo"])
 def test_two_trees_are_compared_in_turns(world: str, capsys: pytest.CaptureFixture[str]) -> None:
     import against

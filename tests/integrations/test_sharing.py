@@ -58,6 +58,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"plan": "zero"}, "give 'ddp', 'fsdp' or an ec.Plan"),
         ({"plan": ec.Plan(), "options": {"init": "trust"}}, "give them in the ec.Plan"),
         ({"plan": "ddp", "units": ec.units.whole()}, "shards nothing"),
+        ({"plan": "fsdp", "units": "Linear"}, "units is 'Linear'; give a rule of ec.units"),
     ):
         with pytest.raises(ec.ArgumentError, match=message):
             Sharing(**choice)

@@ -158,6 +158,7 @@ def check(name: str, plan: ec.Plan) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # many plans of models whose import alone takes seconds
 @pytest.mark.filterwarnings("ignore")  # of the library, about its own configurations
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_of_every_plan_keeps_what_the_wrappers_keep(name: str) -> None:

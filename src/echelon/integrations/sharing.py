@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from echelon import checks
 from echelon.comm.world import World
 from echelon.ddp import DDP
 from echelon.errors import ArgumentError
@@ -42,6 +43,7 @@ class Sharing:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        checks.instance("units", self.units, Rule, or_none=True)
         if not isinstance(self.plan, Plan) and self.plan not in _NAMES:
             raise ArgumentError(f"plan is {self.plan!r:.80}; give 'ddp', 'fsdp' or an ec.Plan")
         if isinstance(self.plan, Plan) and self.options:

@@ -20,6 +20,7 @@ from echelon.integrations.lightning import EchelonFabricStrategy, EchelonStrateg
         (("ddp",), {"units": ec.units.whole()}, "units: DDP shards nothing"),
         (("ddp",), {"mixed_precision": ec.MixedPrecision()}, "mixed_precision: DDP shards nothing"),
         (("fsdp",), {"layout": "columns"}, "layout"),
+        (("fsdp",), {"units": "Linear"}, "units is 'Linear'"),
         (("fsdp",), {"precision": ec.MixedPrecision()}, "as mixed_precision="),
         (("fsdp",), {"sharding_strategy": ec.Strategy.HYBRID_SHARD}, "strategy is"),
         (("zero",), {}, "parallel is 'zero'; give 'ddp', 'fsdp' or a Plan"),

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, final
 
 from torch import nn
 
+from echelon import checks
 from echelon.comm.world import World
 from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError
@@ -46,6 +47,7 @@ class Technique:
         options: Mapping[str, Any],
     ) -> Self:
         """Check the arguments of a strategy."""
+        checks.instance("units", units, Rule, or_none=True)
         fsdp_only = {"sharding_strategy": sharding_strategy, "mixed_precision": mixed_precision}
         given = sorted(name for name, value in fsdp_only.items() if value is not None)
         if isinstance(parallel, Plan):
