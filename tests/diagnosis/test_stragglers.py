@@ -119,7 +119,8 @@ def test_a_rank_of_a_script_that_hangs_on_its_way_out_is_named(
     assert lines[1].startswith("  its last call: all_reduce(sum) float32[3]")
     if how in ("return", "thread"):
         assert "    " + str(tmp_path / "job.py") + ":6 in sleeps" in lines
-    assert time.time() - (tmp_path / "job.py.left").stat().st_mtime < 20
+    # 3 s to follow, and the time in which a busy machine ends two processes; it sleeps for 1,000 s.
+    assert time.time() - (tmp_path / "job.py.left").stat().st_mtime < 60
 
 
 @pytest.mark.slow
