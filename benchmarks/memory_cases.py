@@ -57,7 +57,8 @@ class MemoryCase:
         if int(plain.get("pp", 1)) > 1:
             schedule = self.schedule or "1f1b"
             chunks = CHUNKS.get(schedule, 1)
-            options |= {"microbatches": 8, "schedule": schedule, "chunks": chunks}
+            least = 2 * int(plain["pp"]) if schedule == "dualpipe-v" else 1
+            options |= {"microbatches": max(8, least), "schedule": schedule, "chunks": chunks}
             options |= {"pipeline": {"recompute": True}} if self.recompute else {}
         if self.strategy is not None:
             options["strategy"] = ec.Strategy[self.strategy]

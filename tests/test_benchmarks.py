@@ -378,3 +378,9 @@ print(peak_of(step), peak_of(held.clear), peak_of(lambda: torch.zeros(250)))
 def test_memory_that_another_thread_frees_is_not_counted_any_more() -> None:
     done = run_python("-c", FREED_ELSEWHERE, cwd=FOLDER)
     assert done.stdout == "1000000 0 1000\n"
+
+
+def test_every_case_of_memory_is_a_plan() -> None:
+    from memory_cases import cases
+
+    assert len({str(case) for case in cases() if case.plan.num_ranks <= 8}) == 69
