@@ -4,7 +4,7 @@ import pytest
 
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.simulate import simulate
-from echelon.planner.action_order import ActionOrder, action_order
+from echelon.planner.action_order import action_order
 
 NAMES = {
     "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2,
@@ -18,7 +18,7 @@ def test_its_bubble_is_that_of_the_simulation(name: str, seed: int) -> None:
     draw = random.Random(seed)
     ranks = draw.choice([2, 3, 5])
     stages, microbatches = ranks * NAMES[name], ranks * draw.choice([2, 3])
-    order = ActionOrder.of(name, stages, microbatches, ranks)
+    order = action_order(name, stages, microbatches, ranks)
     for _ in range(3):  # the same walk serves all costs
         costs = {kind: [draw.uniform(0.1, 2.0) for _ in range(stages)] for kind in "FIW"}
         simulation = simulate(schedule(name, stages, microbatches, ranks), costs)
@@ -28,7 +28,7 @@ def test_its_bubble_is_that_of_the_simulation(name: str, seed: int) -> None:
 
 def test_one_rank_has_no_bubble() -> None:
     costs = {"F": [1.0], "I": [2.0], "W": [3.0]}
-    assert ActionOrder.of("1f1b", 1, 4, 1).bubble(costs) == 0
+    assert action_order("1f1b", 1, 4, 1).bubble(costs) == 0
 
 
 def test_the_walk_of_a_schedule_is_kept() -> None:
