@@ -13,6 +13,8 @@ READY_DOCS := $(VENV)/.ready-docs
 DEMO_ARGS ?= --verify
 # Many tests wait for ranks more than they compute, so four files at once suit two cores.
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
+# The slow ones compute more, and some count seconds: four at once would be late now and then.
+ALL_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 # Each of these tests starts jobs of two and three ranks that import a trainer.
 INTEGRATIONS_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
@@ -52,7 +54,7 @@ test: check
 # The tests of integrations need the trainers, trackers and data sets that they integrate.
 test-all: export OMP_NUM_THREADS = 1
 test-all: $(READY_ALL) check
-	$(BIN)/python -m pytest --ignore=tests/architecture --ignore=tests/integrations $(PYTEST_ARGS); \
+	$(BIN)/python -m pytest --ignore=tests/architecture --ignore=tests/integrations $(ALL_ARGS); \
 	  others=$$?; $(BIN)/python -m pytest tests/integrations $(INTEGRATIONS_ARGS) && exit $$others
 
 # Everything that takes minutes to hours; CONTRIBUTING.md says when.

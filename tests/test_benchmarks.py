@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.children import environ
 from tests.processes import becomes_true, has_ended, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -316,43 +315,6 @@ def test_a_command_ends_with_the_benchmark_that_started_it() -> None:
         command = int(benchmark.stdout.readline())
         benchmark.kill()
     assert becomes_true(lambda: has_ended(command), 5.0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)  # a trainer takes 10 s to import, on each rank
-@pytest.mark.parametrize("host", ["lightning", "accelerate", "transformers"])
-def test_steps_of_trainers_are_measured_in_turns(host: str, tmp_path: Path) -> None:
-    pytest.importorskip(host)
-    import trainers
-
-    options = {"rounds": 2, "steps": 2, "layers": 1, "ranks": 2, "variant": None}
-    result = written(trainers.main, tmp_path, host=trainers.Host(host), **options)
-    (samples,) = result["tasks"]
-    assert {len(times) for times in samples["seconds"].values()} == {2}
-    assert len({len(losses) for losses in result["settings"]["losses"].values()}) == 1
-    assert len(result["bars"]) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_steps_in_ray_are_measured_and_their_losses_agree(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    output = tmp_path / "result.json"
-    command = [sys.executable, str(FOLDER / "ray_train.py"), "--rounds", "2", "--layers", "1"]
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
-    variables["RAY_AUTH_TOKEN"] = "0" * 64
-    result = subprocess.run(
-        [*command, "--output", str(output)],
-        env=environ(**variables),
-        capture_output=True,
-        text=True,
-        timeout=270,
-    )
-    assert result.returncode == 0, result.stderr[-5000:]
-    records = json.loads(output.read_text())
-    assert {len(times) for times in records["tasks"][0]["seconds"].values()} == {2}
-    assert len(records["bars"]) == 3
-    assert records["settings"]["default_backend"] == "gloo"
 
 
 FREED_ELSEWHERE = """

@@ -15,7 +15,7 @@ from typing import final
 from echelon.diagnosis import stacks
 from echelon.diagnosis.flight_recorder import RECORDER_NAME, FlightRecorder, Phase, RankStatus
 from echelon.errors.message_text import printable
-from echelon.process.process_status import activity, resident_nbytes
+from echelon.process.process_status import ProcessStatus, activity, resident_nbytes
 
 _HEADS = ("rank", "pid", "step", "memory", "does", "last call")
 
@@ -48,9 +48,8 @@ class RunningJob:
 
 def running_jobs() -> list[RunningJob]:
     """The jobs of this user on this host, by pid."""
-    jobs: dict[int, RunningJob] = {}  # by the inode of the memory, which forks of a holder share
-    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    for pid in pids:
+    jobs: dict[int, RunningJob] = {}  # by the inode of the memory, which a job's ranks hold too
+    for pid in _oldest_first(_processes()):
         for inode, path in _recorders(pid):
             if inode in jobs:
                 continue
@@ -61,7 +60,7 @@ def running_jobs() -> list[RunningJob]:
             statuses = _newest(recorder)
             if statuses and not all(status.ended for status in statuses):
                 jobs[inode] = RunningJob(pid=pid, command=_command(pid), statuses=statuses)
-    return list(jobs.values())
+    return sorted(jobs.values(), key=lambda job: job.pid)
 
 
 def show_jobs() -> int:
@@ -89,6 +88,19 @@ def show_job(pid: int, *, with_stacks: bool) -> int:
             return 0
     print(f"process {pid} is neither a job nor a rank of one: echelon ps lists them")
     return 1
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def _oldest_first(pids: Iterable[int]) -> list[int]:
+    """Processes by when they were started: a rank's number may be below that of its launcher.
+
+    A system begins again with low numbers when it has given out its highest.
+    """
+    started = [(status.start_ticks, pid) for pid in pids if (status := ProcessStatus.of(pid))]
+    return [pid for _, pid in sorted(started)]
 
 
 def _recorders(pid: int) -> Iterable[tuple[int, str]]:
