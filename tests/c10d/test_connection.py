@@ -52,7 +52,7 @@ def test_a_rank_that_does_not_come_is_a_deadlock_with_the_lines_of_the_others() 
     start_s = time.monotonic()
     with pytest.raises(ec.DeadlockError) as caught:
         ec.run(stays_away, 3)
-    assert time.monotonic() - start_s < 1.0
+    assert time.monotonic() - start_s < 30.0  # its timeout is 300 s
     text = str(caught.value)
     assert "rank 0 waits in init_process_group" in text
     assert "in stays_away" in text

@@ -61,7 +61,7 @@ def test_a_key_that_nobody_can_set_any_more_is_a_deadlock_with_both_lines() -> N
     start_s = time.monotonic()
     with pytest.raises(ec.DeadlockError) as caught:
         ec.run(waits_for_nobody, 2)
-    assert time.monotonic() - start_s < 1.0
+    assert time.monotonic() - start_s < 30.0  # its timeout is 300 s
     assert "rank 0 waits in store.wait of \"'never'\"" in str(caught.value)
     assert "in waits_for_nobody" in str(caught.value)
     assert "rank 1 waits in barrier" in str(caught.value)

@@ -168,7 +168,7 @@ def test_an_interrupt_ends_all_ranks_and_reaches_the_caller(kind) -> None:
     start_s = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         ec.run(sleeps_a_little if kind == "threads" else waits_for_ever, 3, kind)
-    assert time.perf_counter() - start_s < 4.0
+    assert time.perf_counter() - start_s < 20.0  # they would wait for a minute
     assert set(multiprocessing.active_children()) <= children
     assert_no_rank_runs()
 
