@@ -17,12 +17,15 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from published_runs import PATH, PublishedRun, error_line, timed_runs
+from published_runs import PATH, PublishedRun, described_rows, error_line
 
+from echelon.checks import number
+from echelon.errors import ArgumentError
 from echelon.planner.layout import Recompute
 from echelon.planner.software_stack import rates_of
 
 _DRAWS = 200  # of noisy times for each group of plans
+_MOST_REASONS = 20  # that are printed
 
 
 def predicted(run: PublishedRun) -> float:
@@ -129,7 +132,12 @@ def main() -> None:
         "--noise", type=float, default=0.0, help="of the published times, as a part: 0.032"
     )
     arguments = parser.parse_args()
-    timed = timed_runs(arguments.file)
+    try:
+        number("--noise", arguments.noise, 0.0, 1.0)
+        runs, refused = described_rows(arguments.file)
+    except ArgumentError as error:
+        parser.error(str(error))
+    timed = [run for run in runs if not run.not_judged]
     sources: dict[str, list[PublishedRun]] = {}
     for run in timed:
         sources.setdefault(run.source, []).append(run)
@@ -140,6 +148,22 @@ def main() -> None:
         rate = statistics.median(1 / ratio for ratio in ratios)
         print(error_line("  one FLOP rate", [rate * ratio - 1 for ratio in ratios]))
     judge_choices(timed, arguments.noise)
+    refused += [(run.key, run.not_judged) for run in runs if run.not_judged]
+    print_reasons(refused)
+
+
+def print_reasons(refused: Sequence[tuple[str, str]]) -> None:
+    """Why rows are not judged, each reason once with how many rows it keeps out."""
+    if not refused:
+        return
+    rows_of = dict[str, list[str]]()
+    for key, reason in refused:
+        rows_of.setdefault(reason, []).append(key)
+    print(f"\nnot judged: {len(refused)} rows")
+    for reason, keys in list(rows_of.items())[:_MOST_REASONS]:
+        print(f"{len(keys):>6}, the first is {keys[0]:.40}: {reason}")
+    if len(rows_of) > _MOST_REASONS:
+        print(f"  and {len(rows_of) - _MOST_REASONS} other reasons")
 
 
 if __name__ == "__main__":

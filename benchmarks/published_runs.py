@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.checks import integer, one_of, positive
+from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
 from echelon.planner.layout import Layout, Recompute, ShardedStates
@@ -36,6 +38,18 @@ STACKS = {
     "torchtitan": "fsdp",
     "internevo": "internevo",
 }
+# The columns that are read.
+_COLUMNS = (
+    "id", "source", "layers", "hidden", "heads", "kv_heads", "ffn", "mlp", "vocab", "seq", "tied",
+    "gpu", "gpus", "gpus_per_host", "inter_gbps_per_host", "tp", "pp", "vpp", "cp", "ep", "dp",
+    "shard", "zero", "seq_parallel", "schedule", "mbs", "gbs", "recompute", "attention", "dtype",
+    "grad_dtype", "compile", "step_s", "peak_mem_gib", "fits", "notes",
+)  # fmt: skip
+_UNSAID = ("", "?", "nan")
+_GATED, _NOT_GATED = ("swiglu", "geglu"), ("gelu", "relu", "silu")
+_SCHEDULES = (*_UNSAID, "none", "1f1b", "interleaved-1f1b", "interleaved")
+_DTYPES = ("bf16", "fp16", "fp8")  # all with the rates of 16 bits
+_MOST = 1e15
 _DEVICES = {"H100-SXM-96": "H100-SXM-96-500W", "H100-PCIe-80": "H100-PCIe", "H800": "H800-SXM"}
 
 
@@ -45,7 +59,7 @@ class PublishedRun:
 
     Attributes:
         step_s: seconds of a step as published; None where the row has none.
-        plan_known: whether the row says all axes of its plan and what it recomputes.
+        not_judged: why no prediction can be compared with it; empty if one can.
         peak_bytes: of one device as published; None where the row has none.
         fits: whether it ran.
         blocks: of each stage, where the source says how it cut; None: evenly.
@@ -63,7 +77,7 @@ class PublishedRun:
     gradient_bytes: int
     overlaps_reduction: bool
     step_s: float | None
-    plan_known: bool
+    not_judged: str
     peak_bytes: float | None
     fits: bool
     blocks: tuple[int, ...] | None
@@ -103,77 +117,139 @@ def error_line(name: str, errors: Sequence[float]) -> str:
 
 def timed_runs(path: Path = PATH) -> list[PublishedRun]:
     """The rows that a prediction can be compared with: they have a time, and a plan."""
-    return [run for run in read_runs(path) if run.step_s is not None and run.plan_known]
+    return [run for run in read_runs(path) if not run.not_judged]
 
 
 def read_runs(path: Path = PATH) -> list[PublishedRun]:
-    """The rows of a table with the columns of ``data/published_runs.csv``."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [_run(row) for row in csv.DictReader(file)]
+    """The rows of a table with the columns of ``data/published_runs.csv`` that describe a run."""
+    return described_rows(path)[0]
 
 
-def _number(row: Mapping[str, str], name: str, default: float) -> float:
+def described_rows(path: Path) -> tuple[list[PublishedRun], list[tuple[str, str]]]:
+    """The rows that describe a run, and of the others the name and what is wrong.
+
+    Raises:
+        ArgumentError: the file cannot be read, or lacks a column.
+    """
+    runs, refused = list[PublishedRun](), list[tuple[str, str]]()
+    for line, row in _rows(path):
+        try:
+            if None in row:
+                raise ArgumentError("the row has more cells than there are columns")
+            runs.append(_run(row))
+        except ArgumentError as error:
+            refused.append((row["id"] or f"line {line}", str(error)))
+    return runs, refused
+
+
+def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Each row with the number of its last line."""
     try:
-        value = float(row.get(name, ""))
-    except ValueError:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, restval="")
+            columns = list(reader.fieldnames or ())
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, ValueError, csv.Error) as error:
+        raise ArgumentError(f"{str(path)!r:.200} cannot be read: {error}") from error
+    for name in _COLUMNS:
+        if columns.count(name) != 1:
+            raise ArgumentError(
+                f"{str(path)!r:.200} has {columns.count(name)} columns {name!r}: give one of each "
+                f"of {', '.join(_COLUMNS)}, with commas between them"
+            )
+    return rows
+
+
+def _text(row: Mapping[str, str], name: str) -> str:
+    return row[name].strip().lower()
+
+
+def _flag(row: Mapping[str, str], name: str) -> bool:
+    one_of(name, _text(row, name), ("yes", "no", *_UNSAID))
+    return _text(row, name) == "yes"
+
+
+def _number(row: Mapping[str, str], name: str, default: float | None = None) -> float:
+    text = _text(row, name)
+    if text in _UNSAID:
+        if default is None:
+            raise ArgumentError(f"{name} is not said")
         return default
-    return default if math.isnan(value) else value
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentError(f"{name} is {text!r:.40}; give a number") from None
+    return positive(name, value, _MOST)
+
+
+def _count(row: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = _number(row, name, default)
+    return integer(name, int(value) if value % 1 == 0 else value, low=1)
 
 
 def _model(row: Mapping[str, str]) -> Transformer:
-    hidden, heads = int(row["hidden"]), int(_number(row, "heads", 1))
+    hidden, heads = _count(row, "hidden"), _count(row, "heads")
+    one_of("mlp", _text(row, "mlp"), (*_GATED, *_NOT_GATED))
     return Transformer(
-        layers=int(row["layers"]),
+        layers=_count(row, "layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=int(_number(row, "kv_heads", heads)),
+        kv_heads=_count(row, "kv_heads", heads),
         head_dim=max(1, round(hidden / heads)),
-        ffn=int(row["ffn"]),
-        gated=row["mlp"] in ("swiglu", "geglu"),
-        vocab=int(row["vocab"]),
-        seq=int(row["seq"]),
-        tied=row["tied"] == "yes",
+        ffn=_count(row, "ffn"),
+        gated=_text(row, "mlp") in _GATED,
+        vocab=_count(row, "vocab"),
+        seq=_count(row, "seq"),
+        tied=_flag(row, "tied"),
     )
 
 
 def _layout(row: Mapping[str, str]) -> Layout:
-    zero = row["zero"]
-    dp = int(_number(row, "dp", 1))
-    shard = int(_number(row, "shard", 1))
-    stage = (
-        3 if zero.startswith(("3", "hsdp")) else int(zero[0]) if zero[:1] in "123" and zero else 0
-    )
+    dp, shard = _count(row, "dp", 1), _count(row, "shard", 1)
+    stage = _zero_stage(_text(row, "zero"))
     if dp % shard:
-        shard = 1
-    microbatch = max(1, round(_number(row, "mbs", 1)))
-    microbatches = max(1, round(_number(row, "gbs", microbatch * dp) / (microbatch * dp)))
-    recompute = row["recompute"]
+        raise ArgumentError(f"shard is {shard}, which does not divide dp, {dp}")
+    if stage and dp > 1 and _plan_gap(row) == "" and _text(row, "shard") in _UNSAID:
+        raise ArgumentError(f"zero is {row['zero']!r:.40}, and shard is not said: over how many?")
+    microbatch = _count(row, "mbs", 1)
+    gbs = _count(row, "gbs", microbatch * dp)
+    if gbs % (microbatch * dp):
+        raise ArgumentError(f"gbs is {gbs}, which mbs * dp, {microbatch * dp}, does not divide")
     return Layout(
-        tp=int(_number(row, "tp", 1)),
-        cp=int(_number(row, "cp", 1)),
-        pp=int(_number(row, "pp", 1)),
-        chunks=int(_number(row, "vpp", 1)),
+        tp=_count(row, "tp", 1),
+        cp=_count(row, "cp", 1),
+        pp=_count(row, "pp", 1),
+        chunks=_count(row, "vpp", 1),
         shard=shard,
         dp=dp // shard,
         microbatch=microbatch,
-        microbatches=microbatches,
+        microbatches=gbs // (microbatch * dp),
         sharded=ShardedStates(stage) if shard > 1 else ShardedStates.NOTHING,
-        recompute=(
-            Recompute.BLOCKS
-            if recompute == "full"
-            else Recompute.ATTENTION
-            if recompute.startswith("selective")
-            else Recompute.NOTHING
-        ),
-        sequence_parallel=row["seq_parallel"] == "yes",
+        recompute=_recompute(_text(row, "recompute")),
+        sequence_parallel=_flag(row, "seq_parallel"),
     )
 
 
+def _zero_stage(text: str) -> int:
+    if text.startswith("hsdp"):
+        return 3
+    if text in _UNSAID:
+        return 0
+    one_of("zero", text[:1], ("0", "1", "2", "3"))
+    return int(text[0])
+
+
+def _recompute(text: str) -> Recompute:
+    if text.startswith("selective"):
+        return Recompute.ATTENTION
+    one_of("recompute", text, ("full", "selective", "none", *_UNSAID))
+    return Recompute.BLOCKS if text == "full" else Recompute.NOTHING
+
+
 def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
-    gpu = row["gpu"]
+    gpu = row["gpu"].strip()
     device = Device.preset(_DEVICES.get(gpu, gpu))
-    per_host = int(_number(row, "gpus_per_host", 8))
-    per_host = min(per_host, ranks)
+    per_host = min(_count(row, "gpus_per_host", 8), ranks)
     network = _number(row, "inter_gbps_per_host", 0.0) * 1e9 / 8
     usual = Cluster.parse(f"1x{per_host} {device.name}").network
     return Cluster(
@@ -184,15 +260,36 @@ def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
     )
 
 
-def _plan_known(row: Mapping[str, str]) -> bool:
-    """Whether nothing has to be guessed; a source may leave out chunks only without a pipeline."""
-    said = all(row[name] not in ("", "?") for name in ("tp", "pp", "dp", "mbs", "gbs", "recompute"))
-    fraction = "fraction" in row["recompute"]  # of the blocks, which is not said
-    return said and not fraction and (row["pp"] == "1" or row["vpp"] not in ("", "?"))
+def _plan_gap(row: Mapping[str, str]) -> str:
+    """What has to be guessed; a source may leave out chunks only without a pipeline."""
+    names = ["tp", "pp", "dp", "mbs", "gbs", "recompute"]
+    if _text(row, "pp") != "1":
+        names.append("vpp")
+    unsaid = [name for name in names if _text(row, name) in _UNSAID]
+    if unsaid:
+        return f"{unsaid[0]} is not said"
+    return "recompute is of some blocks" if "fraction" in row["recompute"] else ""
+
+
+def _check_plan(row: Mapping[str, str], layout: Layout, model: Transformer) -> None:
+    """Refuse a plan that is not that of so many devices, or that no layout describes."""
+    if layout.num_ranks != _count(row, "gpus"):
+        raise ArgumentError(
+            f"gpus is {_count(row, 'gpus')}, and tp * cp * pp * dp is {layout.num_ranks}"
+        )
+    if layout.pp * layout.chunks > model.layers:
+        raise ArgumentError(
+            f"pp * vpp is {layout.pp * layout.chunks}, more than layers, {model.layers}"
+        )
+    if _count(row, "ep", 1) > 1:
+        raise ArgumentError("ep is more than 1, and no column says how many experts there are")
+    if layout.pp > 1:
+        one_of("schedule", _text(row, "schedule"), _SCHEDULES)
+    one_of("dtype", _text(row, "dtype"), _DTYPES)
 
 
 def _blocks(row: Mapping[str, str], layout: Layout) -> tuple[int, ...] | None:
-    layers, notes = int(row["layers"]), row["notes"]
+    layers, notes = _count(row, "layers"), row["notes"]
     if "ceil(L/pp)" in notes:
         most = math.ceil(layers / layout.pp)
         starts = (min(layers, stage * most) for stage in range(layout.pp))
@@ -209,15 +306,20 @@ def _blocks(row: Mapping[str, str], layout: Layout) -> tuple[int, ...] | None:
 
 
 def _run(row: Mapping[str, str]) -> PublishedRun:
-    layout = _layout(row)
-    model = _model(row)
-    attention = row["attention"]
-    fused = not attention.startswith("unfused")
+    layout, model, gap = _layout(row), _model(row), _plan_gap(row)
+    if not gap:
+        _check_plan(row, layout, model)
+    attention = _text(row, "attention")
+    fused = attention.startswith("flash")
+    if not fused and not attention.startswith("unfused"):
+        raise ArgumentError(f"attention is {attention!r:.40}; give flash or unfused")
     gradients = row["grad_dtype"]
     in_full = (
         "fp32" in gradients and "bf16 reduce" not in gradients and "and reduce" not in gradients
     )
-    cluster = _cluster(row, max(layout.num_ranks, int(row["gpus"])))
+    cluster = _cluster(row, max(layout.num_ranks, _count(row, "gpus")))
+    step_s = _number(row, "step_s", 0.0) or None
+    software = (attention, row["compile"], gradients)
     return PublishedRun(
         key=row["id"],
         source=row["source"],
@@ -232,13 +334,21 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
             if "softmax" in attention
             else Attention.UNFUSED
         ),
-        compiled=row["compile"] == "yes",
+        compiled=_flag(row, "compile"),
         gradient_bytes=4 if in_full else 2,
         overlaps_reduction=fused,
-        step_s=_number(row, "step_s", 0.0) or None,
-        plan_known=_plan_known(row),
+        step_s=step_s,
+        not_judged=gap or ("" if step_s else "step_s is not said"),
         peak_bytes=_number(row, "peak_mem_gib", 0.0) * 2**30 or None,
         fits=row["fits"] != "OOM",
         blocks=_blocks(row, layout),
-        plan_group=(row["source"], model, cluster, row["gpus"], row["gbs"], row["dtype"]),
+        plan_group=(
+            row["source"],
+            model,
+            cluster,
+            row["gpus"],
+            row["gbs"],
+            row["dtype"],
+            *software,
+        ),
     )
