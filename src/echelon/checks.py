@@ -69,6 +69,16 @@ def integer(name: str, value: object, low: int = 0, high: int = MOST) -> int:
     return index
 
 
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number in digits, of so few that ``int`` reads them.
+
+    Example:
+        >>> is_count("4096"), is_count("4 k"), is_count("9" * 5000)
+        (True, False, False)
+    """
+    return text.isascii() and text.isdigit() and len(text) <= len(str(MOST))
+
+
 def integers(name: str, values: object) -> list[int]:
     """``values`` as a list of whole numbers >= 0."""
     if isinstance(values, str) or not isinstance(values, Sequence | range):

@@ -46,6 +46,9 @@ def test_the_help_needs_neither_torch_nor_the_planner() -> None:
         (["--fix", "pp=2", "--fix", "pp=4"], "--fix gives pp as 2 and as 4"),
         (["--save-rate", "2"], "--save-rate does nothing with no --mtbf"),
         (["--scale", "8,16", "--html", "x.html"], "--html does nothing with --scale or --mtbf"),
+        (["--scale", "8,16", "--goal", "memory"], "--goal does nothing with --scale or --mtbf"),
+        (["--mtbf", "9", "--price", "2"], "--price does nothing with --scale or --mtbf"),
+        (["--json", "--explain", "3"], "--explain does nothing with --json"),
         (["--check", "x.py"], "--global-batch does nothing with --check"),
     ],
 )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.planner.measured_cluster import as_cluster
-from tests.planner.sizes import MODEL
+from tests.planner.sizes import DEVICE, MODEL, cluster
 from tests.planner.test_measured_cluster import RATES
 from tests.processes import run_python
 
@@ -36,6 +36,14 @@ def test_the_best_plans_are_a_table_with_what_bounds_them() -> None:
     options = ("--global-batch", 16, "--best", 3, "--axes", "plan")
     code, output = call(LLAMA, "--cluster", "8 H100", *options)
     assert (code, len(output.splitlines())) == (0, 5)
+
+
+def test_the_name_of_a_device_is_printed_as_its_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    device = {**asdict(DEVICE), "name": "A100 [SXM][/]"}
+    path.write_text(json.dumps({**asdict(cluster(1, 8)), "device": device}))
+    code, output = call(LLAMA, "--cluster", path, "--global-batch", 16, "--fix", "tp=8")
+    assert (code, "8 A100 [SXM][/]: " in output) == (0, True)
 
 
 @pytest.mark.slow
@@ -88,6 +96,9 @@ def test_plans_that_do_not_fit_are_shown_where_they_are_asked_for() -> None:
     [nearest, _] = json.loads(printed)["refused"]
     assert nearest["needs"] == sum(nearest["bytes"].values()) > nearest["limit"]
     assert (nearest["rank"], nearest["moment"].split()[0]) == (4, "after")
+    axes = ("plan", "schedule", "sharded", "recompute", "offload")
+    first = ["pp=2,dp=4 recompute", "1f1b", "nothing", "full", "none"]
+    assert [nearest[axis] for axis in axes] == first
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--explain", 1)])
@@ -166,7 +177,9 @@ def test_a_page_is_written(tmp_path: Path) -> None:
         (("--cluster", "8 H100", "--goal", "cost"), "no price of a device for an hour"),
         (("--cluster", "8 H100", "--price", "0"), "price is 0.0"),
         (("--cluster", "8 H100", "--axes", "none"), "axes is 'none'"),
-        (("--cluster", "8 H100", "--max-memory", "0"), "max_memory is 0.0"),
+        (("--cluster", "8 H100", "--max-memory", "0"), "--max-memory is 0.0"),
+        (("--cluster", "8 H100", "--max-memory", "1e300"), "--max-memory is 1e+300"),
+        (("--cluster", "8 H100", "--fix", f"pp={'9' * 5000}"), "--fix is 'pp=999"),
         (("--cluster", "8 H100", "--html", "/nowhere/page.html"), "cannot be written"),
     ],
 )

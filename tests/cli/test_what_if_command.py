@@ -57,7 +57,11 @@ def test_a_size_without_a_plan_says_why_and_leaves_with_1() -> None:
         (("--scale", "8,x"), "--scale is '8,x'"),
         (("--scale", "12"), "size is 12: give a multiple of the 8 devices"),
         (("--mtbf", "10"), "--mtbf needs --save-rate"),
-        (("--mtbf", "0", "--save-rate", "1"), "mtbf_s is 0.0"),
+        (("--mtbf", "0", "--save-rate", "1"), "--mtbf is 0.0"),
+        (("--mtbf", "1e308", "--save-rate", "1"), "--mtbf is 1e+308"),
+        (("--mtbf", "9", "--save-rate", "0"), "--save-rate is 0.0"),
+        (("--mtbf", "9", "--save-rate", "1", "--restart", "0"), "--restart is 0.0"),
+        (("--scale", "9" * 5000), "--scale is '999"),
     ],
 )
 def test_mistakes_are_said(arguments: tuple[str, ...], sentence: str) -> None:

@@ -78,6 +78,7 @@ def test_a_file_may_describe_the_memory_of_a_host(tmp_path: Path) -> None:
         ("0x8 H100", "hosts is 0; give a whole number >= 1"),
         ("9999999x8 H100", "hosts is 9999999; give a whole number <= 1048576"),
         ("1048576x8 H100", "devices_per_host is 8; give a whole number <= 1"),
+        ("9" * 5000 + " H100", "give hosts x devices and a device"),
         ("nowhere.json", "cannot be read"),
     ],
 )

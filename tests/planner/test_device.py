@@ -32,6 +32,8 @@ def test_a_rate_of_zero_is_refused(field: str) -> None:
         ("bandwidth", 1e300, "bandwidth of device 'H100-SXM' is 1e.300"),
         ("processors", 0.5, "processors of device 'H100-SXM' is 0.5; give a whole number"),
         ("name", 3, "name is 3; give a text"),
+        ("name", "H100\ud800", "give characters that can be printed"),
+        ("name", "H100\x1b[2J", "give characters that can be printed"),
     ],
 )
 def test_a_number_with_which_times_overflow_is_refused(

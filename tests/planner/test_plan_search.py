@@ -184,6 +184,23 @@ def test_hosts_of_unknown_memory_keep_nothing() -> None:
         search(MODEL, cluster(1, 2), STACK, limits)
 
 
+def test_hosts_that_are_too_small_are_named_with_what_they_would_keep() -> None:
+    place = replace(cluster(1, 2), host=replace(HOST, memory=1e8))
+    limits = SearchLimits(global_batch=2, fixed={"offload": "optimizer"})
+    states = 20 * MODEL.num_parameters / 2**30
+    with pytest.raises(
+        ec.ArgumentError, match=f"keep {states:.1f} GiB or more, and it has 0.1 GiB"
+    ):
+        search(MODEL, place, STACK, limits)
+
+
+@pytest.mark.parametrize("fixed", [{"shard": 1}, {"tp": 2}, {"pp": 2, "offload": "all"}])
+def test_axes_that_offload_nothing_say_what_does(fixed: dict[str, int | str]) -> None:
+    limits = SearchLimits(global_batch=8, fixed={"offload": "optimizer", **fixed})
+    with pytest.raises(ec.ArgumentError, match="no plan divides .* What is offloaded are shards"):
+        search(MODEL, replace(cluster(1, 4), host=HOST), STACK, limits)
+
+
 def test_fixed_axes_are_kept() -> None:
     limits = SearchLimits(global_batch=16, fixed={"pp": 2, "tp": 2})
     result = search(MODEL, cluster(1, 8), STACK, limits)

@@ -59,7 +59,7 @@ _Html = Annotated[Path | None, typer.Option(help="Write a page with all of it he
 
 _CHECKED = {"check", "cluster", "fix", "max_memory", "model", "arguments"}  # used by --check
 _OF_FAILURES = {"save_rate", "restart"}
-_OF_TABLE = {"best", "refused", "explain", "html"}
+_OF_TABLE = {"best", "refused", "explain", "html", "goal", "price"}
 
 
 def plan_with(
@@ -137,6 +137,8 @@ def _check_options(context: typer.Context) -> None:
         inert, situation = given & _OF_FAILURES, "no --mtbf"
     elif given & {"scale", "mtbf"}:
         inert, situation = given & _OF_TABLE, "--scale or --mtbf"
+    elif "as_json" in given:
+        inert, situation = given & {"explain"}, "--json, which has all terms of each plan"
     else:
         return
     for name in sorted(inert):

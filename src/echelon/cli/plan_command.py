@@ -11,14 +11,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from echelon.checks import is_count, positive
 from echelon.cli.schedule_command import write_files
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.planner.api import Place, limits_of, place_of
 from echelon.planner.cluster import Cluster
 from echelon.planner.described_model import described
+from echelon.planner.device import MOST_BYTES
+from echelon.planner.layout import Layout
 from echelon.planner.layout_space import SearchLimits
 from echelon.planner.operations import PlannedModel
-from echelon.planner.plan_options import missing_in_plan, plan_text
+from echelon.planner.plan_options import layout_text, missing_in_plan, plan_text
 from echelon.planner.plan_page import plans_page
 from echelon.planner.plan_views import plan_table
 from echelon.planner.priced_plan import PricedPlan
@@ -75,12 +78,16 @@ def searched(request: PlanRequest) -> tuple[PlannedModel, Cluster, SoftwareStack
     limits = limits_of(
         request.global_batch,
         _axes(request.fixed),
-        None if request.max_memory_gib is None else request.max_memory_gib * 2**30,
+        _bytes(request.max_memory_gib),
         request.axes,  # type: ignore[arg-type]  # which is checked there, as is the goal
         max(request.best, request.explain or 1),
     )
     place, software = place_of(request.cluster, request.price, request.stack)
     return described(request.model, request.seq), place, software, limits
+
+
+def _bytes(gib: float | None) -> float | None:
+    return None if gib is None else positive("--max-memory", gib, MOST_BYTES / 2**30) * 2**30
 
 
 def show(request: PlanRequest) -> int:
@@ -120,7 +127,7 @@ def _axis(text: str) -> tuple[str, int | str]:
     name, _, value = (part.strip() for part in text.partition("="))
     if name in ("schedule", "offload"):
         return name, value
-    if not (value.isascii() and value.isdigit()):
+    if not is_count(value):
         raise ArgumentError(f"--fix is {text!r:.40}: give an axis and its length, such as pp=4")
     return name, int(value)
 
@@ -145,11 +152,7 @@ def _plan_record(priced: PricedPlan) -> dict[str, object]:
         "plan": str(priced),
         "call": call,
         "devices": priced.cluster.num_devices,
-        **{axis: getattr(layout, axis) for axis in _AXES},
-        "schedule": priced.schedule,
-        "sharded": layout.sharded.name.lower(),
-        "recompute": layout.recompute.value,
-        "offload": layout.offload.value,
+        **_layout_record(layout),
         "step_s": priced.seconds,
         "tokens_per_second": priced.tokens_per_second,
         "mfu": priced.mfu,
@@ -160,9 +163,20 @@ def _plan_record(priced: PricedPlan) -> dict[str, object]:
     }
 
 
+def _layout_record(layout: Layout) -> dict[str, object]:
+    return {
+        **{axis: getattr(layout, axis) for axis in _AXES},
+        "schedule": None if layout.pp == 1 else layout.schedule_name,
+        "sharded": layout.sharded.name.lower(),
+        "recompute": layout.recompute.value,
+        "offload": layout.offload.value,
+    }
+
+
 def _refusal_record(refused: RefusedPlan) -> dict[str, object]:
     return {
-        **{axis: getattr(refused.layout, axis) for axis in _AXES},
+        "plan": layout_text(refused.layout),
+        **_layout_record(refused.layout),
         "rank": refused.rank,
         "moment": refused.moment,
         "needs": refused.nbytes,
@@ -175,7 +189,8 @@ def _table(plans: Plans, best: int) -> None:
     console = Console()
     console.print(
         f"{plans.model.num_parameters / 1e9:.2f} B parameters on {plans.cluster.num_devices} "
-        f"{plans.cluster.device.name}: {plans.num_fitting} of {plans.num_layouts} plans fit"
+        f"{plans.cluster.device.name}: {plans.num_fitting} of {plans.num_layouts} plans fit",
+        markup=False,  # the name of a device is what its file says
     )
     content = plan_table(plans[:best])
     table = Table(box=None, header_style="bold")

@@ -14,6 +14,7 @@ from echelon.errors import ArgumentError, StateError
 from echelon.launch.program import Program
 from echelon.page import bytes_text
 from echelon.planner.cluster import Cluster
+from echelon.planner.device import MOST_BYTES
 from echelon.planner.plan_search import usable_bytes
 from echelon.plans.axes import AXES, axes_of, plan_argument
 
@@ -43,7 +44,7 @@ def show(
     cluster = Cluster.parse(cluster_text)
     limit = usable_bytes(cluster.device)
     if max_memory_gib is not None:
-        limit = positive("--max-memory", max_memory_gib) * 2**30
+        limit = positive("--max-memory", max_memory_gib, MOST_BYTES / 2**30) * 2**30
     program = Program(script)
     if (problem := program.problem()) is not None:
         raise ArgumentError(problem)

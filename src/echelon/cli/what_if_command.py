@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from echelon.checks import is_count, positive
 from echelon.cli.plan_command import PlanRequest, searched
 from echelon.errors import ArgumentError
 from echelon.planner.operations import PlannedModel
@@ -19,6 +20,7 @@ from echelon.planner.plan_options import layout_text
 from echelon.planner.what_if import FailureCost, ScalePoint, failure_cost, scaled
 
 _HOUR = 3600.0
+_MOST = 1e15
 _TOKENS = 1e9  # that device hours are given for
 
 
@@ -46,6 +48,10 @@ def show(request: PlanRequest, what_if: WhatIf) -> int:
             "--mtbf needs --save-rate, the GB that one host saves in a second: measure it with a "
             "save of this training, or with dd on its file system"
         )
+    if what_if.mtbf_hours is not None:
+        positive("--mtbf", what_if.mtbf_hours, _MOST)
+        positive("--save-rate", what_if.save_gbytes, _MOST)
+        positive("--restart", what_if.restart_minutes, _MOST)
     model, cluster, stack, limits = searched(request)
     sizes = _sizes(what_if.scale) if what_if.scale else [cluster.num_devices]
     points = scaled(model, cluster, stack, limits, sizes)
@@ -60,7 +66,7 @@ def show(request: PlanRequest, what_if: WhatIf) -> int:
 
 def _sizes(text: str) -> list[int]:
     sizes = text.split(",")
-    if not all(size.strip().isascii() and size.strip().isdigit() for size in sizes):
+    if not all(is_count(size.strip()) for size in sizes):
         raise ArgumentError(f"--scale is {text!r:.80}: give numbers of devices, such as 8,16,32")
     return [int(size) for size in sizes]
 

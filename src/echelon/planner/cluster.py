@@ -14,7 +14,9 @@ from echelon.errors import ArgumentError
 from echelon.planner.device import MOST_BYTES, Device
 from echelon.planner.host_memory import HostMemory
 
-_FORM = re.compile(r"(?:(\d+)\s*[x×]\s*)?(\d+)\s*[x×]?\s+(\S+)(?:\s*@\s*(\d+(?:\.\d+)?)\s*Gb/s)?")
+_FORM = re.compile(
+    r"(?:(\d{1,15})\s*[x×]\s*)?(\d{1,15})\s*[x×]?\s+(\S+)(?:\s*@\s*(\d+(?:\.\d+)?)\s*Gb/s)?"
+)
 _MOST_DEVICES = 2**20
 _OPTIONAL = dict.fromkeys(("price", "host")).keys()
 _USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "A800": 800.0, "MI300X": 3200.0}

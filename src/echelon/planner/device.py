@@ -61,6 +61,10 @@ class Device:
     def __post_init__(self) -> None:
         instance("name", self.name, str)
         instance("source", self.source, str)
+        if not self.name.isprintable():
+            raise ArgumentError(
+                f"name of the device is {self.name!r:.80}; give characters that can be printed"
+            )
         names = {field.name for field in fields(self)} - {"name", "source", "processors"}
         for field in sorted(names):
             number(f"{field} of device {self.name!r}", getattr(self, field), 1.0, MOST_BYTES)

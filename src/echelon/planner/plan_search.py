@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
-from echelon.planner.device import Device
+from echelon.planner.device import MOST_BYTES, Device
 from echelon.planner.layout import CHUNKS, HostStates, Layout
-from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
+from echelon.planner.layout_space import LayoutFamily, SearchLimits, families, host_bytes
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.operations import PlannedModel
@@ -93,13 +93,7 @@ def search(
         if count.add(family, memory.peaks(family), limit):
             fitting.append(family)
     if not count.num_layouts:
-        raise ArgumentError(
-            f"no plan divides {cluster.num_devices} devices, {model.layers} blocks, {model.heads} "
-            f"heads and a global batch of {limits.global_batch}"
-            + (f" with {dict(limits.fixed)}" if limits.fixed else "")
-            + ": change the batch or the fixed axes"
-            + (", or look at tp, cp and ep with axes='all'" if limits.plans_only else "")
-        )
+        raise ArgumentError(_why_no_layout(model, cluster, limits))
     timer = LayoutTimer(model, cluster, stack)
     ranked = fastest(timer, memory, fitting, limit, max(SIMULATED, limits.keep))
     simulated = sorted(simulated_steps(timer, ranked), key=_order)
@@ -113,6 +107,34 @@ def search(
         nearest=count.nearest(model, stack, limit),
         num_layouts=count.num_layouts,
         num_fitting=count.num_fitting,
+    )
+
+
+def _why_no_layout(model: PlannedModel, cluster: Cluster, limits: SearchLimits) -> str:
+    sentence = (
+        f"no plan divides {cluster.num_devices} devices, {model.layers} blocks, {model.heads} "
+        f"heads and a global batch of {limits.global_batch}"
+        + (f" with {dict(limits.fixed)}" if limits.fixed else "")
+        + ": change the batch or the fixed axes"
+        + (", or look at tp, cp and ep with axes='all'" if limits.plans_only else "")
+    )
+    if cluster.host is None or limits.fixed.get("offload", "none") == "none":
+        return sentence
+    roomy = replace(cluster, host=replace(cluster.host, memory=MOST_BYTES))
+    needs = [
+        host_bytes(model, family.base.pp, choice.shard) * cluster.devices_per_host
+        for family in families(model, roomy, limits)
+        for choice in family.shards
+    ]
+    if needs:
+        return (
+            f"offload is {limits.fixed['offload']!r}, for which a host would keep "
+            f"{min(needs) / 2**30:.1f} GiB or more, and it has {cluster.host.memory / 2**30:.1f} "
+            "GiB: take more hosts, or do not offload"
+        )
+    return (
+        f"{sentence}. What is offloaded are shards: shard is more than 1, tp, cp and ep are 1, "
+        "'all' takes no pipeline, and a model whose head is its embedding takes none either"
     )
 
 

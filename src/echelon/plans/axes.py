@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from echelon.checks import is_count
 from echelon.errors import ArgumentError
 
 AXES = ("pp", "dp", "shard")
@@ -20,7 +21,7 @@ def axes_of(text: str) -> dict[str, int]:
     lengths: dict[str, int] = {}
     for item in text.split(","):
         name, _, length = (part.strip() for part in item.partition("="))
-        if name not in AXES or name in lengths or not (length.isascii() and length.isdigit()):
+        if name not in AXES or name in lengths or not is_count(length):
             raise ArgumentError(
                 f"plan is {text!r:.80}, with {item!r:.40}: give each of {', '.join(AXES)} at most "
                 "once with a number of ranks, such as pp=2,shard=2"
