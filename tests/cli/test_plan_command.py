@@ -86,6 +86,30 @@ def test_where_nothing_fits_the_nearest_plans_are_named_with_rank_moment_and_byt
         assert re.search(r"rank \d would have [\d.]+ GiB (after|in) .* of \d+ \(.*\), of", line)
 
 
+def test_json_has_the_nearest_where_nothing_fits() -> None:
+    model, limit = MODELS / "llama-3-405b.json", ("--cluster", "8 H100", "--global-batch", 8)
+    code, output = call(model, *limit, "--fix", "tp=8", "--json")
+    record = json.loads(output)
+    assert (code, record["plans"]) == (1, [])
+    assert record["refused"][0]["needs"] > record["refused"][0]["limit"]
+
+
+def test_a_page_beside_json_leaves_the_output_to_programs(tmp_path: Path) -> None:
+    fixed = ["--cluster", "8 H100", "--global-batch", "16", "--fix", "tp=8"]
+    command = ["plan", str(LLAMA), *fixed, "--json", "--html", str(tmp_path / "plans.html")]
+    result = CliRunner().invoke(app, command)
+    assert json.loads(result.stdout)["plans"][0]["tp"] == 8
+    assert "plans.html" in result.stderr
+
+
+def test_a_narrow_table_cuts_no_plan_off() -> None:
+    fixed = ["--cluster", "8 H100", "--global-batch", "16", "--fix", "tp=8", "--price", "2"]
+    for more in ([], ["--scale", "8"]):
+        options = [*fixed[: 6 if more else 8], *more]
+        result = CliRunner().invoke(app, ["plan", str(LLAMA), *options], env={"COLUMNS": "40"})
+        assert (result.exit_code, "\u2026" in result.output) == (0, False)
+
+
 @pytest.mark.slow
 def test_plans_that_do_not_fit_are_shown_where_they_are_asked_for() -> None:
     arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--axes", "plan")

@@ -50,6 +50,11 @@ def test_fields_without_parts_that_sizes_do_not_say_are_harmless(tmp_path: Path)
     assert read_transformer(write(tmp_path, {**LLAMA, **harmless})).layers == 2
 
 
+def test_a_size_that_is_no_number_is_not_said(tmp_path: Path) -> None:
+    with pytest.raises(ec.ArgumentError, match="does not say num_hidden_layers"):
+        read_transformer(write(tmp_path, {**LLAMA, "num_hidden_layers": True}))
+
+
 def test_our_own_fields_are_taken_as_they_are(tmp_path: Path) -> None:
     model = read_transformer(write(tmp_path, FIELDS), seq=128)
     assert (model.layers, model.ffn, model.seq) == (2, 16, 128)

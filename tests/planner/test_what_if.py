@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from echelon.planner.what_if import (
     scaled,
     young_interval,
 )
-from tests.planner.sizes import MODEL, STACK, cluster
+from tests.planner.sizes import HOST, MODEL, STACK, cluster
 
 
 def test_each_size_has_the_plan_that_a_search_for_it_finds() -> None:
@@ -48,6 +49,12 @@ def test_a_part_of_a_host_has_its_part_of_the_network() -> None:
     assert (part.hosts, part.devices_per_host, part.network) == (1, 2, 100e9 / 4)
     with pytest.raises(ec.ArgumentError, match="size is 12: give a multiple of the 8 devices"):
         cluster_of(cluster(4, 8), 12)
+
+
+def test_a_part_of_a_host_has_its_part_of_the_memory() -> None:
+    place = replace(cluster(4, 8), host=HOST)
+    assert cluster_of(place, 2).host == replace(HOST, memory=2.5e11, bandwidth=1e11)
+    assert cluster_of(place, 16).host == HOST
 
 
 def test_intervals_are_those_of_a_hand_calculation() -> None:

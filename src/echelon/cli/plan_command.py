@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import typer
 from rich.console import Console
@@ -102,15 +103,17 @@ def show(request: PlanRequest) -> int:
     else:
         _table(plans, request.best)
     if not request.as_json:
-        for refused in _refused(plans, request.refused or _MOST_REFUSED * (not plans)):
+        for refused in _nearest(plans, request):
             typer.echo(f"  {refused}")
     if request.html is not None:
         write_files({"html": request.html}, lambda form: plans_page(plans), "the page of plans")
     return 0 if plans else 1
 
 
-def _refused(plans: Plans, count: int) -> Sequence[RefusedPlan]:
-    """Some that do not fit; only who asks for them waits until every plan has been looked at."""
+def _nearest(plans: Plans, request: PlanRequest) -> Sequence[RefusedPlan]:
+    """Some that do not fit, where none does or they are asked for: only then does one wait until
+    every plan has been looked at."""
+    count = request.refused or _MOST_REFUSED * (not plans)
     return plans.refused[:count] if count else ()
 
 
@@ -138,7 +141,7 @@ def _record(plans: Plans, request: PlanRequest) -> dict[str, object]:
         "num_fitting": plans.num_fitting,
         "goal": plans.goal,
         "plans": [_plan_record(priced) for priced in plans[: request.best]],
-        "refused": [_refusal_record(refused) for refused in _refused(plans, request.refused)],
+        "refused": [_refusal_record(refused) for refused in _nearest(plans, request)],
     }
 
 
@@ -195,7 +198,8 @@ def _table(plans: Plans, best: int) -> None:
     content = plan_table(plans[:best])
     table = Table(box=None, header_style="bold")
     for name in ("", *content.heads):
-        table.add_column(name, justify="left" if name in _AS_TEXT else "right")
+        justify: Literal["left", "right"] = "left" if name in _AS_TEXT else "right"
+        table.add_column(name, justify=justify, overflow="fold")
     for number, row in enumerate(content.rows, 1):
         table.add_row(str(number), *row)
     console.print(table)

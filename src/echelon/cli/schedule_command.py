@@ -88,7 +88,7 @@ def write_files(files: Mapping[str, Path | None], drawn: Callable[[str], str], w
                 f"--{form} is {path}, which cannot be written: {error.strerror}; give a file in a "
                 "folder that is there"
             ) from error
-        typer.echo(f"{what} is in {path}")
+        typer.echo(f"{what} is in {path}", err=True)  # what a program reads stays JSON
 
 
 def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:

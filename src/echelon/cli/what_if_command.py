@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -105,7 +105,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(box=None, header_style="bold")
     names = ["devices", "plan", "step s", "tokens/s", "device h for 1e9 tokens"]
     for name in [*names, "save s", "checkpoint every min", "lost"] if fails else names:
-        table.add_column(name, justify="left" if name == "plan" else "right")
+        justify: Literal["left", "right"] = "left" if name == "plan" else "right"
+        table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
         if "reason" in row:
             table.add_row(str(row["devices"]), row["reason"])

@@ -148,7 +148,7 @@ def _of_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...], file: str) -> int:
     for name in names:
-        if isinstance(config.get(name), int):
+        if isinstance(config.get(name), int) and not isinstance(config[name], bool):
             return int(config[name])
     how = ": give seq, the tokens of a sequence" if names == _NAMES["seq"] else ""
     raise ArgumentError(f"model {file!r:.200} does not say {names[0]}{how}")

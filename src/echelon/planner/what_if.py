@@ -98,8 +98,11 @@ def cluster_of(cluster: Cluster, size: int) -> Cluster:
     integer("size", size, low=1)
     each = cluster.devices_per_host
     if size < each:
-        network = cluster.network * size / each
-        return replace(cluster, hosts=1, devices_per_host=size, network=network)
+        network, host = cluster.network * size / each, cluster.host
+        if host is not None:  # the other devices have their part of it
+            memory, bandwidth = host.memory * size / each, host.bandwidth * size / each
+            host = replace(host, memory=memory, bandwidth=bandwidth)
+        return replace(cluster, hosts=1, devices_per_host=size, network=network, host=host)
     if size % each:
         raise ArgumentError(f"size is {size}: give a multiple of the {each} devices of a host")
     return replace(cluster, hosts=size // each)
