@@ -49,7 +49,7 @@ def test_what_cannot_be_checked_gets_a_sentence(
         show(script, ["--plan", "dp=4"], "8 H100", [])
     with pytest.raises(ArgumentError, match="does not exist"):
         show(str(tmp_path / "no.py"), [], "8 H100", [])
-    with pytest.raises(ArgumentError, match="--max-memory is 1e.300"):
+    with pytest.raises(ArgumentError, match=r"--max-memory is 1e.300"):
         show(script, [], "8 H100", [], 1e300)
     (tmp_path / "short.py").write_text("print('no step')\n")
     assert show(str(tmp_path / "short.py"), [], "8 H100", ["pp=1"]) == 2

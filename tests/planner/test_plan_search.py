@@ -197,7 +197,7 @@ def test_hosts_that_are_too_small_are_named_with_what_they_would_keep() -> None:
 @pytest.mark.parametrize("fixed", [{"shard": 1}, {"tp": 2}, {"pp": 2, "offload": "all"}])
 def test_axes_that_offload_nothing_say_what_does(fixed: dict[str, int | str]) -> None:
     limits = SearchLimits(global_batch=8, fixed={"offload": "optimizer", **fixed})
-    with pytest.raises(ec.ArgumentError, match="no plan divides .* What is offloaded are shards"):
+    with pytest.raises(ec.ArgumentError, match=r"no plan divides .* What is offloaded are shards"):
         search(MODEL, replace(cluster(1, 4), host=HOST), STACK, limits)
 
 
