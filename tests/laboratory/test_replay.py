@@ -169,7 +169,7 @@ def test_what_cannot_be_replayed_is_refused(
     ],
 )
 def test_a_damaged_file_is_no_error_of_the_step(files: str, sentence: str, tmp_path: Path) -> None:
-    # The first checkpoint is committed before step 1. A later one may still be written at the error.
+    # The first checkpoint is committed before step 1; a later one may still be being written.
     boxed = Boxed(tmp_path / "run", bad_step=3)
     with pytest.raises(ec.NonFiniteError):
         ec.run(train_ddp, 2, args=(boxed,))
