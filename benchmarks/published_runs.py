@@ -209,8 +209,6 @@ def _layout(row: Mapping[str, str]) -> Layout:
     stage = _zero_stage(_text(row, "zero"))
     if dp % shard:
         raise ArgumentError(f"shard is {shard}, which does not divide dp, {dp}")
-    if stage and dp > 1 and _plan_gap(row) == "" and _text(row, "shard") in _UNSAID:
-        raise ArgumentError(f"zero is {row['zero']!r:.40}, and shard is not said: over how many?")
     microbatch = _count(row, "mbs", 1)
     gbs = _count(row, "gbs", microbatch * dp)
     if gbs % (microbatch * dp):
@@ -281,6 +279,8 @@ def _check_plan(row: Mapping[str, str], layout: Layout, model: Transformer) -> N
         raise ArgumentError(
             f"pp * vpp is {layout.pp * layout.chunks}, more than layers, {model.layers}"
         )
+    if layout.dp > 1 and _zero_stage(_text(row, "zero")) and _text(row, "shard") in _UNSAID:
+        raise ArgumentError(f"zero is {row['zero']!r:.40}, and shard is not said: over how many?")
     if _count(row, "ep", 1) > 1:
         raise ArgumentError("ep is more than 1, and no column says how many experts there are")
     if layout.pp > 1:
@@ -319,7 +319,6 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
     )
     cluster = _cluster(row, max(layout.num_ranks, _count(row, "gpus")))
     step_s = _number(row, "step_s", 0.0) or None
-    software = (attention, row["compile"], gradients)
     return PublishedRun(
         key=row["id"],
         source=row["source"],
@@ -349,6 +348,8 @@ def _run(row: Mapping[str, str]) -> PublishedRun:
             row["gpus"],
             row["gbs"],
             row["dtype"],
-            *software,
+            attention,
+            row["compile"],
+            gradients,
         ),
     )
