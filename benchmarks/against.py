@@ -348,13 +348,16 @@ def main(
         return
     samples: Samples = defaultdict(list)
     facts: list[Facts] = []
+    trees = (HERE.parent, other.resolve())
     for number in range(rounds):
-        trees = (HERE.parent, other.resolve())
+        # The ranks that start first take longer for the same, so each tree is the first in turn.
+        order = trees if number % 2 == 0 else trees[::-1]
         with (
-            running(trees[0], world, names, quick) as this_job,
-            running(trees[1], world, names, quick) as other_job,
+            running(order[0], world, names, quick) as first,
+            running(order[1], world, names, quick) as second,
         ):
-            compare(this_job, other_job, samples, facts)
+            jobs = (first, second) if number % 2 == 0 else (second, first)
+            compare(*jobs, samples, facts)
         print(f"round {number + 1} of {rounds}", flush=True)
     show(samples, facts)
 

@@ -24,7 +24,8 @@ from echelon.comm.torch_function import without_torch_function
 from echelon.comm.transport import Transport
 from echelon.comm.work import Window, Work
 from echelon.diagnosis import rank_time
-from echelon.diagnosis.collective_call import CallSignature
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
+from echelon.diagnosis.rank_time import RankTime
 from echelon.errors import UnsupportedError
 
 
@@ -288,7 +289,7 @@ class Group(Transport):
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         signature = CallSignature("subgroup", None, tuple(members), label=name)
-        call = self._number(signature, blocking=True)
+        call = self._arrive(signature)
         return self._with_parent(self._subgroup(call, name, members))
 
     @final
@@ -303,7 +304,7 @@ class Group(Transport):
             SharedMemoryError: there is not enough memory.
         """
         numel = self._arguments.memory("window", numel, dtype)
-        call = self._number(CallSignature("window", dtype, (numel,)), blocking=True)
+        call = self._arrive(CallSignature("window", dtype, (numel,)))
         return self._window(call, numel, dtype)
 
     @final
@@ -323,7 +324,7 @@ class Group(Transport):
                 f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "
                 "same on all of them: use a world of threads or processes, or gather"
             )
-        call = self._number(CallSignature("shared_tensor", dtype, (numel,)), blocking=True)
+        call = self._arrive(CallSignature("shared_tensor", dtype, (numel,)))
         return self._shared(call, numel, dtype)
 
     # Issuing ---------------------------------------------------------------------------------
@@ -339,13 +340,20 @@ class Group(Transport):
         before = rank_time.NOTHING if clock is None else clock.begin_call()
         try:
             if not profiler_runs():
-                return self._launch(request, async_op, is_message)
+                return self._launch(request, async_op, is_message, clock)
             signature, _, _ = request
             with profiler_span(signature.op, signature, self.name):
-                return self._launch(request, async_op, is_message)
+                return self._launch(request, async_op, is_message, clock)
         finally:
             if clock is not None:
-                clock.end(before)
+                clock.end_call(before)
+
+    @final
+    def _arrive(self, signature: CallSignature) -> CollectiveCall:
+        """Number a collective that has no operation, such as making a subgroup."""
+        call = self._number(signature, blocking=True, depth=3)
+        rank_time.arrive(call)
+        return call
 
     @final
     def _issue_derived(self, request: Request, async_op: bool) -> Work | None:
@@ -359,11 +367,15 @@ class Group(Transport):
             return self._issue((signature, primitive, finish), async_op)
 
     @final
-    def _launch(self, request: Request, async_op: bool, is_message: bool) -> Work | None:
+    def _launch(
+        self, request: Request, async_op: bool, is_message: bool, clock: RankTime | None
+    ) -> Work | None:
         """Number a call and start it; wait for it unless ``async_op``."""
         signature, operation, finish = request
         # Below the user's function: a method, what decorates it or _issue_derived, and _issue.
         call = self._number(signature, not async_op, is_message, depth=5)
+        if clock is not None and not is_message:
+            clock.arrive(call)
         work = self._start(call, operation)
         for step in finish:
             work.then(step)

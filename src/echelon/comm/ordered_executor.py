@@ -49,6 +49,9 @@ class OrderedWork(Work):
         """Whether ``wait`` would return (or raise) at once."""
         return self._has_ended
 
+    def _is_over(self) -> bool:
+        return self._has_ended
+
     def _wait(self, timeout: float | None) -> None:
         executor = self._executor
         seconds = executor.wait_s if timeout is None else timeout

@@ -17,7 +17,6 @@ from echelon.comm.call_arguments import Arguments
 from echelon.comm.group_tree import GroupTree
 from echelon.comm.primitives import Derived, Primitive
 from echelon.comm.work import Window, Work, emit_issue
-from echelon.diagnosis import rank_time
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.process.forks import disown_in_forks, keep_alive, refused
 
@@ -124,7 +123,6 @@ class Transport(GroupTree, ABC):
             self._p2p_position += 1
         else:
             self._position += 1
-            rank_time.arrive(call)
         if events.listening():
             emit_issue(call)
         return call

@@ -41,14 +41,12 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._last: deque[tuple[CollectiveCall, int, int]] = deque(maxlen=NUM_ARRIVALS)
+        # Notes a call, when the rank came to it, and after which activity.
+        self.add = self._last.append
 
     def clear(self) -> None:
         """Forget all of them."""
         self._last.clear()
-
-    def add(self, call: CollectiveCall, time_ns: int, activity: int) -> None:
-        """Note that the rank has come to a call, after this activity."""
-        self._last.append((call, time_ns, activity))
 
     def postpone(self, time_ns: int, activity: int) -> None:
         """Note that the rank comes only now to the call that was noted last."""

@@ -193,6 +193,21 @@ class RankTime:
             self._switch(COMMUNICATION)
         return before
 
+    def end_call(self, before: int) -> None:
+        """``end`` for communication, which is never what a rank did for longest."""
+        if before != self._activity:
+            now = self._clock()
+            if now - self._read_mark > _READ_NS:
+                now = self._read_kernel(now)
+            self._spans[self._activity] += now - self._mark
+            self._mark = now
+            self._activity = before
+
+    def begin_stages(self) -> int:
+        """``begin`` for the stages of a pipeline, each of whose actions begins its own activity."""
+        self.rows.call_stage()
+        return self.begin(_OTHER)
+
     @property
     def before_call(self) -> int:
         """What the rank does apart from communication."""
@@ -216,7 +231,7 @@ class RankTime:
 
     def arrive(self, call: CollectiveCall) -> None:
         """Note that the rank has come to a collective."""
-        self.arrivals.add(call, self._mark, self._longest)
+        self.arrivals.add((call, self._mark, self._longest))
         self._longest_ns, self._longest = 0, _OTHER
 
     def arrive_late(self) -> None:
@@ -300,13 +315,6 @@ def arrive_late() -> None:
     rank_time: RankTime | None = getattr(_current, "rank_time", None)
     if rank_time is not None:
         rank_time.arrive_late()
-
-
-def call_stage() -> None:
-    """Note that the rank on this thread runs stages of a pipeline."""
-    rank_time = current()
-    if rank_time is not None:
-        rank_time.rows.call_stage()
 
 
 def begin(activity: int) -> int:

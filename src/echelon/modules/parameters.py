@@ -1,8 +1,8 @@
 """The parameters of a wrapped module: ignored ones, the wrapper that reduces them, changes.
 
 ``ignored_parameters`` are those that a wrapper leaves alone. ``claim`` records the wrapper of the
-others. ``ParameterGuard`` detects that the module has other parameters than it had, and
-``TrainableParameters`` that the ranks have frozen different ones.
+others. ``ModuleSnapshot`` knows whether the module has the parameters that it had, ``ParameterGuard``
+refuses others, and ``TrainableParameters`` detects that the ranks have frozen different ones.
 
 [Note: when freezing is compared]
 A rank does not know whether the others have frozen and thawed the same parameters, and a collective
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import final
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from echelon.comm.agreement import ObjectGatherer, compare
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.compiled import plain_name
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 
 # Which parameters are left out -----------------------------------------------------------------
 
@@ -120,12 +120,52 @@ def check_unclaimed(module: nn.Module) -> None:
 
 
 @final
+class ModuleSnapshot:
+    """What a module consisted of, to find out fast whether that has changed.
+
+    It is asked in every step, so it compares flat lists, without a line of Python for each item.
+
+    Attributes:
+        params: the parameters of the module, when the snapshot was taken.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.take()
+
+    def take(self) -> None:
+        """Remember what the module consists of now."""
+        tables = [
+            table
+            for module in self._module.modules()
+            for table in (module._parameters, module._modules)
+        ]
+        self._tables, self._lengths = tables, list(map(len, tables))
+        self._tables_of_items = [table for table in tables for _ in table]
+        self._names_of_items = [name for table in tables for name in table]
+        self._items = [item for table in tables for item in table.values()]
+        self.params = list(self._module.parameters())
+        self._dtypes = list(map(_dtype, self.params))
+        self._trained = list(map(_requires_grad, self.params))
+
+    def is_current(self) -> bool:
+        """Whether the module has the same parameters, of the same dtypes, and trains the same."""
+        items = map(dict.get, self._tables_of_items, self._names_of_items)
+        return (
+            all(map(is_, items, self._items))
+            and list(map(len, self._tables)) == self._lengths
+            and list(map(_dtype, self.params)) == self._dtypes
+            and list(map(_requires_grad, self.params)) == self._trained
+        )
+
+
+@final
 class ParameterGuard:
     """Detects that a wrapped module has other parameters, whose gradients would not be reduced.
 
-    It checks at every forward, so it compares flat lists and walks the module only if something has
-    changed. ``owner`` is the name of the wrapper. With ``keeps_names``, a parameter under another
-    name is refused, as in a module that was pruned or parametrized after it was sharded.
+    It checks at every forward, and walks the module only if something has changed. ``owner`` is the
+    name of the wrapper. With ``keeps_names``, a parameter under another name is refused, as in a
+    module that was pruned or parametrized after it was sharded.
     """
 
     def __init__(self, module: nn.Module, owner: str, *, keeps_names: bool = False) -> None:
@@ -133,37 +173,15 @@ class ParameterGuard:
         self._names = {param: plain_name(name) for name, param in module.named_parameters()}
         self._keeps_names = keeps_names
         self._known = {param: (param.dtype, param.requires_grad) for param in module.parameters()}
-        self._remember()
-
-    def _remember(self) -> None:
-        tables = [
-            table
-            for module in self._module.modules()
-            for table in (module._parameters, module._modules)
-        ]
-        self._lengths = [(table, len(table)) for table in tables]
-        self._entries = [(table, name, table[name]) for table in tables for name in table]
-        self._traits = [(p, p.dtype, p.requires_grad) for p in self._module.parameters()]
+        self._snapshot = ModuleSnapshot(module)
 
     def check(self) -> None:
         """Refuse, by a StateError, a parameter that was added, replaced, converted or unfrozen."""
-        if self._is_unchanged():
+        if self._snapshot.is_current():
             return
         for name, param in self._module.named_parameters():
             self._check_parameter(name, param)
-        self._remember()  # the changes need no reduction
-
-    def _is_unchanged(self) -> bool:
-        for table, name, item in self._entries:
-            if table.get(name) is not item:
-                return False
-        for table, length in self._lengths:
-            if len(table) != length:
-                return False
-        for param, dtype, requires_grad in self._traits:
-            if param.dtype is not dtype or param.requires_grad is not requires_grad:
-                return False
-        return True
+        self._snapshot.take()  # the changes need no reduction
 
     def _check_parameter(self, name: str, param: nn.Parameter) -> None:
         dtype, was_trainable = self._known.get(param, (param.dtype, None))

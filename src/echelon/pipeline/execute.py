@@ -22,8 +22,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar, final
 
 import torch
@@ -50,7 +51,9 @@ from echelon.pipeline.stage import Stage
 
 _Received = TypeVar("_Received")
 _NUM_LISTED = 20  # actions before a failure that its message lists
-_PASSES = {
+# What a message takes belongs to its pass: a stage has as many as its place demands. The next action
+# ends the pass if it is of another one.
+_ACTIVITIES = {
     **dict.fromkeys((Kind.RECV_F, FORWARD, Kind.SEND_F), Activity.FORWARD),
     **dict.fromkeys((Kind.RECV_B, BACKWARD, INPUT, WEIGHT, Kind.SEND_B), Activity.BACKWARD),
 }
@@ -72,7 +75,8 @@ class _StepValues:
     input_grads: list[Tensor | None] | None = None
 
 
-_NO_VALUES = _StepValues()
+_all_values = attrgetter(*(field.name for field in fields(_StepValues)))
+_NO_VALUES = _all_values(_StepValues())
 
 
 @final
@@ -143,7 +147,9 @@ class Executor:
             slot.previous = self._slots.get((index - 1, i))
             slot.next = self._slots.get((index + 1, i))
         self._program = [
-            (action, self._bind(action)) for item in schedule.orders[rank] for action in item.parts
+            (action, int(_ACTIVITIES.get(action.kind, Activity.OTHER)), self._bind(action))
+            for item in schedule.orders[rank]
+            for action in item.parts
         ]
         self.peak_num_alive = 0  # microbatches of stages whose activations were held at once
         self._reset(_NO_BATCH)
@@ -186,12 +192,14 @@ class Executor:
         """
         self._reset(batch)
         self.peak_num_alive = 0
-        rank_time.call_stage()
-        before = rank_time.begin(Activity.OTHER)
+        clock = rank_time.current()
+        before = rank_time.NOTHING if clock is None else clock.begin_stages()
         try:
-            for action, run in self._program:
+            for action, activity, run in self._program:
                 if action.kind is Kind.REDUCE and not finalize:
                     continue
+                if clock is not None:
+                    clock.begin(activity)
                 if events.listening():
                     self._run_timed(action, run)
                 else:
@@ -211,13 +219,14 @@ class Executor:
             self._reset(_NO_BATCH)
             raise
         finally:
-            rank_time.end(before)
+            if clock is not None:
+                clock.end(before)
         assert not batch.training or self._is_empty()
         self._reset(_NO_BATCH)
 
     def _is_empty(self) -> bool:
         is_alive = any(stage.num_alive for stage in self._stages.values())
-        return not is_alive and all(slot.values == _NO_VALUES for slot in self._slots.values())
+        return not is_alive and all(_all_values(slot.values) == _NO_VALUES for slot in self._slots.values())
 
     def _run_timed(self, action: Action, run: Callable[[], None]) -> None:
         """Run an action, and emit how long it took and how much of that was waiting."""
@@ -237,9 +246,6 @@ class Executor:
             )
 
     def _run_action(self, action: Action, run: Callable[[], None]) -> None:
-        # What a message takes belongs to its pass: a stage has as many as its place demands. The
-        # next action ends the pass if it is of another one.
-        rank_time.begin(_PASSES.get(action.kind, Activity.OTHER))
         try:
             run()
         except (CommError, ModelMismatch, WorldError) as error:  # no stage is at fault

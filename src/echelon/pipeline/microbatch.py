@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, final
 
 import torch
@@ -56,6 +57,7 @@ def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches
     return Microbatches(tuple(values), num_rows)
 
 
+@lru_cache(maxsize=256)
 def _rows_of_parts(total: int, num_parts: int) -> tuple[int, ...]:
     bounds = [shard_range(total, num_parts, i) for i in range(num_parts)]
     return tuple(stop - start for start, stop in bounds)

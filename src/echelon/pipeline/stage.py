@@ -68,7 +68,7 @@ class Stage:
     @property
     def num_alive(self) -> int:
         """Microbatches whose activations are held."""
-        return len({*self._forwards, *self._deferred})
+        return len(self._forwards) + len(self._deferred)
 
     def forward(self, microbatch: int, value: Any, kwargs: Mapping[str, Any]) -> BoundaryValue:
         """Run the module, and save what backward needs.

@@ -13,6 +13,7 @@ from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.modules.compiled import keep_plain_names
 from echelon.modules.elementwise import Lacks, refuse_other_steps
+from echelon.modules.parameters import ModuleSnapshot
 from echelon.pipeline.shared_parameters import shared_parameters
 from echelon.pipeline.stage_state import (
     StageShards,
@@ -56,6 +57,7 @@ class StagedModule(nn.Module, HasShards):
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group
         self._shards = StageShards(modules, stages, group, replicate, num_ranks)
+        self._snapshot = ModuleSnapshot(self)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -181,6 +183,12 @@ class StagedModule(nn.Module, HasShards):
             "a Pipeline holds a group of running ranks, so it cannot be pickled, saved or sent: "
             "save with ec.save, or what whole_state_dict() returns, which all ranks call"
         )
+
+    def _local_params(self) -> Sequence[nn.Parameter]:
+        """The parameters of this rank's stages; to walk the modules in each step takes longer."""
+        if not self._snapshot.is_current():
+            self._snapshot.take()
+        return self._snapshot.params
 
     @property
     def _local_modules(self) -> dict[int, nn.Module]:

@@ -44,6 +44,9 @@ class _MailWork(Work):
             self._mailbox.progress()
         return self._item.complete
 
+    def _is_over(self) -> bool:
+        return self._item.complete
+
     def _wait(self, timeout: float | None) -> None:
         self._mailbox.wait(self._item, timeout)
 

@@ -156,6 +156,9 @@ class MessageWork(Work):
         self._wait_beside()
         return self.has_ended
 
+    def _is_over(self) -> bool:
+        return self.has_ended
+
     def _wait(self, timeout: float | None) -> None:
         if timeout is None:
             self._wait_here()
