@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.modules.parameters import ParameterGuard
+from echelon.modules.parameters import ModuleSnapshot, ParameterGuard
 
 WRAPPERS: dict[str, Callable[[nn.Module, ec.Group], nn.Module]] = {
     "DDP": ec.DDP,
@@ -144,3 +144,28 @@ def test_copies_and_ignored_parameters_belong_to_nobody_else() -> None:
             ec.DDP(clone.module, world.group)
 
     ec.run(main, 2)
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "another parameter": lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    "one parameter more": lambda net: net.register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "no bias": lambda net: setattr(net[0], "bias", None),
+    "another layer": lambda net: net.__setitem__(1, nn.Linear(2, 2)),
+    "one layer more": lambda net: net.append(nn.Linear(2, 2)),
+    "no last layer": lambda net: net.__delitem__(1),
+    "other dtypes": lambda net: net.double(),
+    "a frozen parameter": lambda net: net[1].requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_snapshot_is_current_until_the_module_changes(change: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    snapshot = ModuleSnapshot(net)
+    net(torch.ones(1, 2)).sum().backward()
+    assert snapshot.is_current()
+    CHANGES[change](net)
+    assert not snapshot.is_current()
+    snapshot.take(net)
+    assert snapshot.is_current()
+    assert list(map(id, snapshot.params)) == list(map(id, net.parameters()))

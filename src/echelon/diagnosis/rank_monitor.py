@@ -241,6 +241,7 @@ class StepCounter:
         rows: where it notes what the rank did in each step.
         clock: nanoseconds in which the rank ran or waited.
         shares_heap: with other ranks of its process.
+        takes_turns: with them, and its clock stands while it waits for its turn.
 
     Attributes:
         time: measures what the rank does.
@@ -253,9 +254,10 @@ class StepCounter:
         clock: Callable[[], int] = time.perf_counter_ns,
         *,
         shares_heap: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         self._note = note
-        self.time = RankTime(rows, clock, shares_heap=shares_heap)
+        self.time = RankTime(rows, clock, shares_heap=shares_heap, takes_turns=takes_turns)
         self._is_measured = False
         self._first = 0
         self._number = 0

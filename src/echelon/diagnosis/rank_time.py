@@ -20,10 +20,10 @@ where nothing of it is in a cache, so the kernel is asked only where there is ti
 Between two readings the rank was idle as long as its clock went on and its thread did not run: it
 was ready without a processor, or it was blocked. Spans that end without a reading are short. So an
 idle time belongs to the last span, whose end is read, but for what may have been in communication,
-where ranks block by design. How long a thread was ready counts up to the idle time: a simulated
-rank is also ready while its clock stands, until the kernel lets it begin its turn. For a rank that
-is a process, an idle time that is too short to be asked about counts as communication or as
-blocked, and what it was ready in it counts with the next one that is longer.
+where ranks block by design. How long a thread was ready counts up to the idle time: a rank that
+takes turns is also ready while its clock stands, until the kernel lets it begin its turn. For other
+ranks, an idle time that is too short to be asked about counts as communication or as blocked, and
+what they were ready in it counts with the next one that is longer.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class RankTime:
         rows: where each step goes.
         clock: nanoseconds in which the rank ran or waited.
         shares_heap: with other ranks of its process.
+        takes_turns: with them, and its clock stands while it waits for its turn.
 
     Attributes:
         arrivals: at collectives.
@@ -120,11 +121,12 @@ class RankTime:
         clock: Callable[[], int] = time.perf_counter_ns,
         *,
         shares_heap: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         self.rows = StepRows.private() if rows is None else rows
         self.collecting = Activity.PROCESSOR if shares_heap else Activity.COLLECTING
-        # Ranks of one process are often ready while their clocks stand, before their turns.
-        self._least_idle_ns = (0, 0) if shares_heap else (_IDLE_NS, _IDLE_IN_COMMUNICATION_NS)
+        # Ranks that take turns are often ready while their clocks stand.
+        self._least_idle_ns = (0, 0) if takes_turns else (_IDLE_NS, _IDLE_IN_COMMUNICATION_NS)
         self._clock = clock
         self._kernel: KernelTimes | None = None
         self._activity = _OTHER

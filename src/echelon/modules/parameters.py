@@ -1,8 +1,9 @@
 """The parameters of a wrapped module: ignored ones, the wrapper that reduces them, changes.
 
 ``ignored_parameters`` are those that a wrapper leaves alone. ``claim`` records the wrapper of the
-others. ``ModuleSnapshot`` knows whether the module has the parameters that it had, ``ParameterGuard``
-refuses others, and ``TrainableParameters`` detects that the ranks have frozen different ones.
+others. ``ModuleSnapshot`` knows whether the module has the parameters that it had,
+``ParameterGuard`` refuses others, and ``TrainableParameters`` detects that the ranks have frozen
+different ones.
 
 [Note: when freezing is compared]
 A rank does not know whether the others have frozen and thawed the same parameters, and a collective
@@ -16,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -130,21 +131,18 @@ class ModuleSnapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.take()
+        self.take(module)
 
-    def take(self) -> None:
-        """Remember what the module consists of now."""
-        tables = [
-            table
-            for module in self._module.modules()
-            for table in (module._parameters, module._modules)
+    def take(self, module: nn.Module) -> None:
+        """Remember what the module consists of now; it does not keep the module itself alive."""
+        tables: list[dict[str, Any]] = [
+            table for m in module.modules() for table in (m._parameters, m._modules)
         ]
         self._tables, self._lengths = tables, list(map(len, tables))
         self._tables_of_items = [table for table in tables for _ in table]
         self._names_of_items = [name for table in tables for name in table]
         self._items = [item for table in tables for item in table.values()]
-        self.params = list(self._module.parameters())
+        self.params = list(module.parameters())
         self._dtypes = list(map(_dtype, self.params))
         self._trained = list(map(_requires_grad, self.params))
 
@@ -181,7 +179,7 @@ class ParameterGuard:
             return
         for name, param in self._module.named_parameters():
             self._check_parameter(name, param)
-        self._snapshot.take()  # the changes need no reduction
+        self._snapshot.take(self._module)  # the changes need no reduction
 
     def _check_parameter(self, name: str, param: nn.Parameter) -> None:
         dtype, was_trainable = self._known.get(param, (param.dtype, None))

@@ -35,7 +35,7 @@ from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import Activity
 from echelon.errors import CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import BoundaryValue, TensorSpec
-from echelon.pipeline.link import BackwardRecv, ForwardRecv, Link, PendingSend
+from echelon.pipeline.link import BackwardRecv, ForwardRecv, Link
 from echelon.pipeline.microbatch import Batch
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
@@ -46,13 +46,13 @@ from echelon.pipeline.schedules.ir import (
     Kind,
     Schedule,
 )
-from echelon.pipeline.send_completion import SendCompletion
+from echelon.pipeline.send_completion import PendingSends, SendCompletion
 from echelon.pipeline.stage import Stage
 
 _Received = TypeVar("_Received")
 _NUM_LISTED = 20  # actions before a failure that its message lists
-# What a message takes belongs to its pass: a stage has as many as its place demands. The next action
-# ends the pass if it is of another one.
+# What a message takes belongs to its pass: a stage has as many as its place demands. The next
+# action ends the pass if it is of another one.
 _ACTIVITIES = {
     **dict.fromkeys((Kind.RECV_F, FORWARD, Kind.SEND_F), Activity.FORWARD),
     **dict.fromkeys((Kind.RECV_B, BACKWARD, INPUT, WEIGHT, Kind.SEND_B), Activity.BACKWARD),
@@ -125,9 +125,9 @@ class Executor:
         world_rank: int,
     ) -> None:
         self._world_rank, self._stages = world_rank, stages
-        # To poll may take a thread. Up to 2p - 1 sends wait for a message in the warm-up of ZB-H2,
-        # the longest of the schedules with bounded memory; more are polled.
-        self._max_unpolled_sends = 2 * schedule.num_ranks
+        # Up to 2p - 1 sends wait for a message in the warm-up of ZB-H2, the longest of the
+        # schedules with bounded memory; more are polled.
+        self._pending_sends = PendingSends(max_unpolled=2 * schedule.num_ranks)
         completion = SendCompletion.of(schedule, rank)
         self._slots = {
             (index, i): _Slot(
@@ -182,7 +182,7 @@ class Executor:
         self._start_s = 0.0  # when the current action began, if somebody listens
         self._waited_s = 0.0  # from then until the value that it received had arrived
         self._recent: deque[Action] = deque(maxlen=_NUM_LISTED)
-        self._pending_sends: dict[Action, PendingSend] = {}  # the oldest first
+        self._pending_sends.forget()
 
     def run(self, batch: Batch, *, finalize: bool = True) -> None:
         """Carry out all actions; without ``finalize`` gradients are not reduced.
@@ -226,7 +226,9 @@ class Executor:
 
     def _is_empty(self) -> bool:
         is_alive = any(stage.num_alive for stage in self._stages.values())
-        return not is_alive and all(_all_values(slot.values) == _NO_VALUES for slot in self._slots.values())
+        return not is_alive and all(
+            _all_values(slot.values) == _NO_VALUES for slot in self._slots.values()
+        )
 
     def _run_timed(self, action: Action, run: Callable[[], None]) -> None:
         """Run an action, and emit how long it took and how much of that was waiting."""
@@ -300,7 +302,7 @@ class Executor:
         """Wait for a value, and release what was sent before it."""
         value = wait()
         self._waited_s = time.perf_counter() - self._start_s
-        self._release_sends(sent_before)
+        self._pending_sends.release(sent_before)
         return value
 
     def _pass_to_next(self, slot: _Slot, output: BoundaryValue) -> None:
@@ -323,7 +325,7 @@ class Executor:
         assert output is not None
         training = self._batch.training
         send = slot.to_next.send_forward(slot.microbatch, output, training=training)
-        self._add_send(action, send)
+        self._pending_sends.add(action, send)
 
     # [4] to [7]: backward --------------------------------------------------------------------
 
@@ -372,34 +374,15 @@ class Executor:
         slot.values.input_specs = slot.values.input_grads = None
         assert specs is not None
         assert grads is not None
-        self._add_send(action, slot.to_previous.send_backward(slot.microbatch, specs, grads))
+        send = slot.to_previous.send_backward(slot.microbatch, specs, grads)
+        self._pending_sends.add(action, send)
 
     def _backward_weight(self, slot: _Slot) -> None:
         slot.stage.backward_weight(slot.microbatch)
 
-    # Pending sends ---------------------------------------------------------------------------
-
-    def _add_send(self, action: Action, send: PendingSend) -> None:
-        """Release the oldest sends that are complete, and remember this one."""
-        pending = self._pending_sends
-        while pending:
-            oldest = next(iter(pending))
-            if not pending[oldest].is_done(poll=len(pending) >= self._max_unpolled_sends):
-                break
-            pending.pop(oldest).wait()
-        pending[action] = send
-
-    def _release_sends(self, arrived: Sequence[Action]) -> None:
-        """Free the memory of sends that are known to have arrived."""
-        for action in arrived:
-            send = self._pending_sends.pop(action, None)
-            if send is not None:
-                send.wait()
-
     def _wait_for_sends(self) -> None:
         try:
-            for send in self._pending_sends.values():
-                send.wait()
+            self._pending_sends.wait()
         except CommError as error:
             error.add_note(f"at the end of its actions, after {self._last_actions()}")
             raise

@@ -1,19 +1,22 @@
-"""Which sends are known to be complete when another message arrives, from the schedule alone.
+"""The sends of a step, and which of them are complete when another message arrives.
 
 ::
 
     rank 0 | ... 0SEND_F3 ...................... 0B2    [2] needs 1SEND_B2, so 0SEND_F3 is complete
     rank 1 |          1F3  ... 1B2  1SEND_B2            [1] 1F3 used 0SEND_F3 before 1SEND_B2
 
-On a transport whose works can only be waited for, asking whether a send is complete takes a thread.
-With this table the executor waits when the wait returns at once.
+The schedule alone says that. On a transport whose works can only be waited for, asking whether a
+send is complete takes a thread. With this table the executor waits when the wait returns at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import final
 
+from echelon.pipeline.link import PendingSend
 from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, Action, Kind, Schedule
 
 _Key = tuple[int, int]  # stage, microbatch
@@ -61,3 +64,42 @@ class SendCompletion:
                     completion.by_gradient[stage - 1, mb] += used
                     used = []
         return completion
+
+
+@final
+class PendingSends:
+    """The sends of one step on this rank that may not be complete, the oldest first.
+
+    Args:
+        max_unpolled: how many of them may be there before they are polled, which may take a thread.
+    """
+
+    def __init__(self, max_unpolled: int) -> None:
+        self._max_unpolled = max_unpolled
+        self._sends: dict[Action, PendingSend] = {}
+
+    def add(self, action: Action, send: PendingSend) -> None:
+        """Release the oldest sends that are complete, and remember this one."""
+        sends = self._sends
+        while sends:
+            oldest = next(iter(sends))
+            if not sends[oldest].is_done(poll=len(sends) >= self._max_unpolled):
+                break
+            sends.pop(oldest).wait()
+        sends[action] = send
+
+    def release(self, arrived: Iterable[Action]) -> None:
+        """Free the memory of sends that are known to have arrived."""
+        for action in arrived:
+            send = self._sends.pop(action, None)
+            if send is not None:
+                send.wait()
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for send in self._sends.values():
+            send.wait()
+
+    def forget(self) -> None:
+        """Drop all of them."""
+        self._sends = {}

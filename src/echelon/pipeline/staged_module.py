@@ -187,7 +187,7 @@ class StagedModule(nn.Module, HasShards):
     def _local_params(self) -> Sequence[nn.Parameter]:
         """The parameters of this rank's stages; to walk the modules in each step takes longer."""
         if not self._snapshot.is_current():
-            self._snapshot.take()
+            self._snapshot.take(self)
         return self._snapshot.params
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -12,7 +12,7 @@ from echelon.comm.threads.default_dtype import own_default_dtype
 from echelon.comm.threads.own_functions import own_functions
 from echelon.comm.threads.randomness import random_stream
 from echelon.comm.threads.rank_order import RankOrder
-from echelon.comm.threads.running_time import running_s
+from echelon.comm.threads.running_time import running_ns, running_s
 from echelon.comm.threads.transformers_contexts import own_contexts
 
 
@@ -23,6 +23,8 @@ class FreeRunning(RankOrder):
     Each rank has a random stream of torch, a default dtype and functions of its own. Other globals
     of the process are shared.
     """
+
+    has_clocks = False
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -47,10 +49,11 @@ class FreeRunning(RankOrder):
 
     def resume(self, rank: int, *, overtake: bool = False) -> None:
         """Return at once, unless another rank runs alone."""
-        while self._holding not in (None, rank) and not self._in_a_hurry:
-            self._held.add(rank)
-            self._doze(rank)
-        self._held.discard(rank)
+        if self._holding is not None:
+            while self._holding not in (None, rank) and not self._in_a_hurry:
+                self._held.add(rank)
+                self._doze(rank)
+            self._held.discard(rank)
         self.when_rank_runs()
 
     @contextmanager
@@ -81,6 +84,10 @@ class FreeRunning(RankOrder):
     def clock(self, rank: int) -> float:
         """The same for all ranks."""
         return running_s()
+
+    def clock_of(self, rank: int) -> Callable[[], int]:
+        """The same for all ranks."""
+        return running_ns
 
     def meet(self, rank: int, seconds: float) -> None:
         """Change nothing: all ranks have one clock."""

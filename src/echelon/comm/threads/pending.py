@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -18,7 +20,12 @@ class Pending:
         self.absent = set(expected)  # those that have not joined
         self.complete = False
         self.error: Exception | None = None
-        self.came_s = 0.0  # when the last rank joined it, by the clocks of the ranks
+        self.came_s = 0.0  # when the last rank joined it, if ranks have clocks of their own
+
+    def raise_error(self) -> None:
+        """Raise why it is complete without a result, with a traceback of its own for each rank."""
+        if self.error is not None:
+            raise copy.copy(self.error)
 
 
 @final
@@ -80,3 +87,13 @@ class MessageSide(NamedTuple):
     rank: int
     call: CollectiveCall
     tensor: Tensor
+
+
+@final
+@dataclass(slots=True)
+class RankWait:
+    """One thread of a rank that waits."""
+
+    pending: Pending
+    call: CollectiveCall
+    has_own_timeout: bool

@@ -26,10 +26,13 @@ class RankOrder(ABC):
         size: the number of ranks.
 
     Attributes:
+        has_clocks: whether each rank has a clock of its own.
         lock: of the world.
         asking_thread: the thread whose debugger asks for a command, if one does.
         when_rank_runs: called by each rank on its thread before it goes on, with the lock.
     """
+
+    has_clocks = True
 
     def __init__(self, size: int) -> None:
         self.lock = threading.Lock()
@@ -45,7 +48,7 @@ class RankOrder(ABC):
         Raises:
             StateError: the debugger of the calling thread asks for commands.
         """
-        if self.asking_thread is not None and self.asking_thread == threading.get_ident():
+        if self.asking_thread == threading.get_ident():
             raise StateError(f"{call} needs other ranks, which are stopped: step over the line (n)")
 
     @abstractmethod
@@ -90,6 +93,10 @@ class RankOrder(ABC):
     @abstractmethod
     def clock(self, rank: int) -> float:
         """The seconds of a rank: as if each rank had a core of its own. Needs no lock."""
+
+    def clock_of(self, rank: int) -> Callable[[], int]:
+        """The clock of a rank in nanoseconds, which needs no lock."""
+        return lambda: int(1e9 * self.clock(rank))
 
     @abstractmethod
     def meet(self, rank: int, seconds: float) -> None:

@@ -22,31 +22,36 @@ class _Stops:
         self._num_stops = 0  # that last now
         # When the clock stopped, if it stands, and how long it has stood before. One tuple, so that
         # to read the clock needs no lock.
-        self._stood: tuple[float | None, float] = None, 0.0
+        self._stood: tuple[int | None, int] = None, 0
+
+    def now_ns(self) -> int:
+        """Nanoseconds since some moment, without those in which ranks were stopped."""
+        since_ns, stopped_ns = self._stood
+        return (time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns
 
     def now_s(self) -> float:
-        """Seconds since some moment, without those in which ranks were stopped."""
-        since_s, stopped_s = self._stood
-        return (time.monotonic() if since_s is None else since_s) - stopped_s
+        """The same in seconds; not through ``now_ns``, because calls of a group read it often."""
+        since_ns, stopped_ns = self._stood
+        return 1e-9 * ((time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns)
 
     def begin(self) -> None:
         """Stop the clock, once more if it stands already."""
         with self._lock:
             if not self._num_stops:
-                self._stood = time.monotonic(), self._stood[1]
+                self._stood = time.monotonic_ns(), self._stood[1]
             self._num_stops += 1
 
     def end(self) -> None:
         """End one stop; the clock runs again when all have ended."""
         with self._lock:
             self._num_stops -= 1
-            since_s, stopped_s = self._stood
-            if not self._num_stops and since_s is not None:
-                self._stood = None, stopped_s + time.monotonic() - since_s
+            since_ns, stopped_ns = self._stood
+            if not self._num_stops and since_ns is not None:
+                self._stood = None, stopped_ns + time.monotonic_ns() - since_ns
 
 
 _stops = _Stops()
-running_s = _stops.now_s  # as it is, because each call of a group reads the clock several times
+running_s, running_ns = _stops.now_s, _stops.now_ns  # as they are: a function would cost a call
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from echelon.comm.threads.pending import (
     PendingCollective,
     PendingCondition,
     PendingMessage,
+    RankWait,
 )
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis import stacks
@@ -34,15 +35,6 @@ from echelon.diagnosis.stragglers import ExitSign, ExitStage, StuckRank, error_o
 from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
 from echelon.errors.message_text import message_of, ranks_text
 from echelon.process.process_status import activity
-
-
-@dataclass(slots=True)
-class _Wait:
-    """One thread of a rank that waits."""
-
-    pending: Pending
-    call: CollectiveCall
-    has_own_timeout: bool
 
 
 @final
@@ -110,7 +102,7 @@ class ThreadWorld:
         self.meetings: dict[tuple[str, int], PendingCollective] = {}
         self.mail: dict[tuple[str, int, int, int], deque[PendingMessage]] = {}
         self.failure: tuple[int, BaseException] | None = None
-        self._waits: list[dict[int, _Wait]] = [{} for _ in range(size)]  # by rank, by thread
+        self._waits: list[dict[int, RankWait]] = [{} for _ in range(size)]  # by rank, by thread
         self._gave_up: dict[int, Pending] = {}  # by rank whose last call timed out
         self._threads: list[set[int]] = [set() for _ in range(size)]  # that have ever waited
         self._finished: set[int] = set()
@@ -126,8 +118,12 @@ class ThreadWorld:
 
     def step_counter(self, rank: int) -> StepCounter:
         """Counts the steps of a rank, and measures them by the clock of the rank."""
-        note, clock = self.sightings[rank].note_step, self.order.clock
-        return StepCounter(note, clock=lambda: int(1e9 * clock(rank)), shares_heap=True)
+        return StepCounter(
+            self.sightings[rank].note_step,
+            clock=self.order.clock_of(rank),
+            shares_heap=True,
+            takes_turns=self.order.has_clocks,
+        )
 
     def note(self, call: CollectiveCall) -> None:
         """Record the last call of a rank."""
@@ -189,7 +185,8 @@ class ThreadWorld:
     def join(self, pending: Pending, call: CollectiveCall) -> None:
         """Record that a rank has joined ``pending``; needs the lock."""
         pending.absent.discard(call.rank)
-        pending.came_s = max(pending.came_s, self.order.clock(call.rank))
+        if self.order.has_clocks:
+            pending.came_s = max(pending.came_s, self.order.clock(call.rank))
 
     def complete(self, pending: Pending) -> None:
         """Wake the ranks that wait for ``pending``."""
@@ -218,8 +215,11 @@ class ThreadWorld:
             timeout: seconds that this call wants to wait; None: ``limit_s``, as all calls do.
         """
         rank, overtake = call.rank, True
+        self._threads[rank].add(threading.get_ident())
+        if pending.complete and not self.order.has_clocks:
+            pending.raise_error()
+            return
         with self.lock:
-            self._threads[rank].add(threading.get_ident())
             try:
                 self._await(pending, call, timeout, limit_s)
                 overtake = False
@@ -229,8 +229,7 @@ class ThreadWorld:
             finally:
                 self.order.resume(rank, overtake=overtake)
             self.order.meet(rank, pending.came_s)
-        if pending.error is not None:
-            raise copy.copy(pending.error)  # each rank gets its own traceback
+        pending.raise_error()
 
     def wait_until(
         self,
@@ -265,11 +264,12 @@ class ThreadWorld:
         start_s, idle_s = order.clock(rank), order.idle_s()
         while not pending.complete:
             self.raise_failure(call)
-            wait = self._waits[rank][thread] = _Wait(pending, call, timeout is not None)
+            wait = self._waits[rank][thread] = RankWait(pending, call, timeout is not None)
             if self._is_stuck(rank, wait):
                 self._declare_deadlock(rank)
                 continue
-            latest_s = max(map(order.clock, pending.absent), default=start_s)
+            late = pending.absent if order.has_clocks else {rank}
+            latest_s = max(map(order.clock, late), default=start_s)
             waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
             if waited_s < seconds:
                 order.sleep(rank, seconds - waited_s)
@@ -310,10 +310,10 @@ class ThreadWorld:
             self.order.wake(other, list(waits))
         self.order.hurry()
 
-    def _all_waits(self) -> Iterator[_Wait]:
+    def _all_waits(self) -> Iterator[RankWait]:
         return (wait for waits in self._waits for wait in waits.values())
 
-    def _is_stuck(self, start: int, wait: _Wait) -> bool:
+    def _is_stuck(self, start: int, wait: RankWait) -> bool:
         """Whether ``start`` waits for itself through others, or for a rank that has returned.
 
         A rank needs all ranks that it waits for, so any cycle is a deadlock.
@@ -338,7 +338,7 @@ class ThreadWorld:
                 seen |= absent
         return False
 
-    def _needs(self, wait: _Wait, rank: int) -> bool:
+    def _needs(self, wait: RankWait, rank: int) -> bool:
         """Whether a wait can end only if the rank joins."""
         return not isinstance(wait.pending, PendingCondition) and rank in wait.pending.absent
 
