@@ -1,11 +1,12 @@
 """Compares the times of two ranks with this tree's sources and with those of another tree.
 
     git worktree add /tmp/before REVISION
-    python benchmarks/against.py /tmp/before [--world processes] [--rounds 3] [--only fsdp]
+    python benchmarks/against.py /tmp/before [--world processes] [--rounds 4] [--only fsdp]
 
 Both trees have two ranks that live at the same time and take turns, sample by sample: one tree
 works, and the ranks of the other one sleep. So the two samples of a pair are at most seconds apart,
-and see the same clock and the same neighbours of the machine. In every round all ranks start anew.
+and see the same clock and the same neighbours of the machine. In every round all ranks start anew,
+and another tree is the first to start: give an even number of rounds.
 Losses, and FSDP's peaks of unsharded parameters and of gradients, do not depend on the machine, and
 are compared too.
 """
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import inspect
 import json
+import select
 import shutil
 import socket
 import statistics
@@ -275,6 +277,15 @@ class Job(NamedTuple):
         return reply
 
 
+def _accepted(listener: socket.socket, job: subprocess.Popen[bytes], tree: Path) -> socket.socket:
+    """The connection of a job that has started."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not select.select([listener], [], [], 1.0)[0]:
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the ranks of {tree} did not start")
+    return listener.accept()[0]
+
+
 @contextmanager
 def running(tree: Path, world: WorldKind, names: list[str], quick: bool) -> Iterator[Job]:
     """Two ranks with the sources of ``tree``, in processes of their own, until the body ends."""
@@ -288,10 +299,10 @@ def running(tree: Path, world: WorldKind, names: list[str], quick: bool) -> Iter
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/turns")
         listener.listen()
-        listener.settimeout(PATIENCE_S)
+        listener.setblocking(False)
         with subprocess.Popen([*command, "--address", f"{folder}/turns"], env=environ) as job:
             try:
-                with listener.accept()[0] as connected:
+                with _accepted(listener, job, tree) as connected:
                     connected.settimeout(PATIENCE_S)
                     with connected.makefile("rw") as ranks:
                         yield Job(tree, ranks)
@@ -334,7 +345,7 @@ def start_ranks(tree: Path, world: WorldKind, names: list[str], quick: bool, add
 def main(
     other: Annotated[Path, typer.Argument(help="A checkout of another revision.")],
     world: Annotated[WorldKind, typer.Option(help="Where the ranks live.")] = WorldKind.PROCESSES,
-    rounds: Annotated[int, typer.Option(help="How often all ranks start.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often all ranks start.")] = 4,
     only: Annotated[str, typer.Option(help="Workloads, with commas.")] = ",".join(WORKLOADS),
     quick: Annotated[bool, typer.Option("--quick", help="One call of each: to try it.")] = False,
     address: Annotated[str, typer.Option(hidden=True)] = "",
@@ -350,7 +361,7 @@ def main(
     facts: list[Facts] = []
     trees = (HERE.parent, other.resolve())
     for number in range(rounds):
-        # The ranks that start first take longer for the same, so each tree is the first in turn.
+        # The ranks that start first take 1 to 2 % longer for the same.
         order = trees if number % 2 == 0 else trees[::-1]
         with (
             running(order[0], world, names, quick) as first,

@@ -2,6 +2,7 @@
 
 import io
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_two_trees_are_compared_in_turns(world: str, capsys: pytest.CaptureFixtu
         assert ratio == pytest.approx(other / this, rel=0.05)
     assert len(facts) == 4
     assert all(row.endswith(", the same in all turns") for row in facts)
+
+
+@pytest.mark.slow
+def test_a_tree_whose_ranks_do_not_start_is_named_at_once(tmp_path: Path) -> None:
+    import against
+
+    start_s = time.monotonic()
+    with pytest.raises(SystemExit, match=f"the ranks of {tmp_path} did not start"):
+        against.main(tmp_path, world=against.WorldKind("threads"), only="fsdp", rounds=1)
+    assert time.monotonic() - start_s < against.PATIENCE_S / 2
 
 
 def test_a_tree_whose_ranks_end_early_is_named() -> None:

@@ -1,6 +1,7 @@
 """Windows, which peers read and write in place, and the former names of a work's call."""
 
 import gc
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 
 import echelon as ec
 from echelon.comm.shm import segment
-from echelon.comm.work import Window
+from echelon.comm.work import Window, Work
+from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
+from echelon.diagnosis.rank_time import RankTime
+from echelon.diagnosis.step_rows import Activity
 from echelon.errors import CollectiveMismatch, SharedMemoryError, UnsupportedError
 from tests.comm.checking import Outcome, checks_of, outcome_of, refuses, same
 
@@ -192,3 +196,33 @@ def test_former_names_of_a_call_and_its_signature_warn() -> None:
         work.wait()
 
     ec.run(main, 1)
+
+
+class Ended(Work):
+    """Communication that has ended."""
+
+    def done(self) -> bool:
+        """See ``Work``."""
+        return True
+
+    def _is_over(self) -> bool:
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_what_a_wait_for_ended_communication_finishes_counts_as_communication(
+    finishes: bool,
+) -> None:
+    place = CallSite("train.py", 3, "main")
+    work = Ended(CollectiveCall(CallSignature("barrier"), place, 0, "world", 0, blocking=False))
+    if finishes:
+        work.then(lambda: time.sleep(0.02))
+    rank = RankTime()
+    rank.start()
+    work.wait()
+    in_communication = rank._spans[Activity.COMMUNICATION]
+    rank.stop()
+    assert in_communication >= 20_000_000 if finishes else in_communication == 0

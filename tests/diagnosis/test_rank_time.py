@@ -71,7 +71,7 @@ def waiting() -> Iterator[None]:
     assert rank is not None
     before = rank.begin_call()
     yield
-    rank.end(before)
+    rank.end_call(before)
 
 
 def last_step(rank: RankTime) -> StepTimes:

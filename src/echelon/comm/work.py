@@ -51,7 +51,7 @@ class Work(ABC):
         """
         if self._mark is not mark():
             raise refused(f"the wait for {self.call}", self.call.rank)
-        clock = None if self._is_over() else rank_time.current()
+        clock = None if self._is_over() and not self._finish else rank_time.current()
         before = rank_time.NOTHING if clock is None else clock.begin_call()
         try:
             if not profiler_runs():
@@ -80,7 +80,7 @@ class Work(ABC):
         """Whether ``wait`` would return (or raise) at once."""
 
     def _is_over(self) -> bool:
-        """Whether it is known, without asking anybody, that a wait takes no time to speak of."""
+        """Whether it is known, without asking anybody, that the communication has ended."""
         return False
 
     @abstractmethod

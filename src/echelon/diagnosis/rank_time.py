@@ -278,7 +278,8 @@ class RankTime:
         Where the kernel runs something else between the two readings, they do not fit each other.
         """
         kernel = self._kernel
-        assert kernel is not None
+        if kernel is None:  # stopped meanwhile, as in a process that this rank has forked
+            return now
         for _ in range(_MOST_READS):
             before, ran, now = now, kernel.ran_ns(), self._clock()
             if now - before < _FIT_NS:

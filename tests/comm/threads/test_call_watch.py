@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -81,3 +82,29 @@ def test_by_default_nobody_watches() -> None:
         return isinstance(group, ThreadGroup) and isinstance(group.thread_world.watch, NoWatch)
 
     assert ec.run(main, 1) == [True]
+
+
+class Slow(CallWatch):
+    """Looks for longer than a rank waits for others."""
+
+    @contextmanager
+    def around(
+        self, ranks: Sequence[int], calls: Sequence[CollectiveCall], operations: Sequence[Any]
+    ) -> Iterator[None]:
+        """See ``CallWatch``."""
+        time.sleep(0.8)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_nobody_is_late_where_all_ranks_have_joined(concurrent: bool) -> None:
+    def main(world: ec.World) -> list[float]:
+        group, values = world.group, torch.ones(2)
+        group.barrier()
+        assert isinstance(group, ThreadGroup)
+        group.thread_world.watch = Slow()
+        group.all_reduce(values)
+        return values.tolist()
+
+    assert ec.run(main, 2, timeout=0.5, concurrent=concurrent) == [[2, 2], [2, 2]]

@@ -11,7 +11,7 @@ import torch
 from echelon.comm.threads.default_dtype import own_default_dtype
 from echelon.comm.threads.own_functions import own_functions
 from echelon.comm.threads.randomness import random_stream
-from echelon.comm.threads.rank_order import RankOrder
+from echelon.comm.threads.rank_order import RankOrder, do_nothing
 from echelon.comm.threads.running_time import running_ns, running_s
 from echelon.comm.threads.transformers_contexts import own_contexts
 
@@ -50,11 +50,17 @@ class FreeRunning(RankOrder):
     def resume(self, rank: int, *, overtake: bool = False) -> None:
         """Return at once, unless another rank runs alone."""
         if self._holding is not None:
-            while self._holding not in (None, rank) and not self._in_a_hurry:
-                self._held.add(rank)
-                self._doze(rank)
-            self._held.discard(rank)
+            try:
+                while self._holding not in (None, rank) and not self._in_a_hurry:
+                    self._held.add(rank)
+                    self._doze(rank)
+            finally:
+                self._held.discard(rank)
         self.when_rank_runs()
+
+    def goes_on(self) -> bool:
+        """Unless another rank runs alone, or a debugger wants to know of each rank that goes on."""
+        return self._holding is None and self.when_rank_runs is do_nothing
 
     @contextmanager
     def hold(self, rank: int) -> Iterator[None]:

@@ -59,7 +59,7 @@ class _ThreadWork(Work):
         return self._world.is_complete(self._pending, self.call.rank)
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._pending.complete and self._world.order.asking_thread is not None:
+        if not self._pending.complete:
             self._world.order.require_running(self.call)
         self._world.wait(self._pending, self.call, timeout, self._limit_s)
 
@@ -91,8 +91,7 @@ class ThreadGroup(Group):
         self._world = world
 
     def _note_call(self, call: CollectiveCall) -> None:
-        if self._world.order.asking_thread is not None:
-            self._world.order.require_running(call)
+        self._world.order.require_running(call)
         require_of_rank(self._world, call)
         self._world.note(call)
 

@@ -39,7 +39,7 @@ class RankOrder(ABC):
         self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self.asking_thread: int | None = None
         self._in_a_hurry = False
-        self.when_rank_runs: Callable[[], None] = _nothing
+        self.when_rank_runs: Callable[[], None] = do_nothing
 
     @final
     def require_running(self, call: object) -> None:
@@ -66,6 +66,10 @@ class RankOrder(ABC):
         Args:
             overtake: do not wait long for a rank that does not hand on, since the world fails.
         """
+
+    def goes_on(self) -> bool:
+        """Whether ``resume`` and ``meet`` would do nothing now. Needs no lock."""
+        return False
 
     @abstractmethod
     def wake(self, rank: int, threads: Iterable[int]) -> None:
@@ -128,7 +132,7 @@ class RankOrder(ABC):
         return wait_for(self._wakeups[rank], seconds)
 
 
-def _nothing() -> None:
+def do_nothing() -> None:
     """Unless a debugger has breakpoints."""
 
 

@@ -216,7 +216,7 @@ class ThreadWorld:
         """
         rank, overtake = call.rank, True
         self._threads[rank].add(threading.get_ident())
-        if pending.complete and not self.order.has_clocks:
+        if pending.complete and self.order.goes_on():
             pending.raise_error()
             return
         with self.lock:
@@ -268,7 +268,7 @@ class ThreadWorld:
             if self._is_stuck(rank, wait):
                 self._declare_deadlock(rank)
                 continue
-            late = pending.absent if order.has_clocks else {rank}
+            late = pending.absent if order.has_clocks else pending.absent and {rank}
             latest_s = max(map(order.clock, late), default=start_s)
             waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
             if waited_s < seconds:

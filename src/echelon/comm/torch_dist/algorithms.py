@@ -194,6 +194,9 @@ class Algorithms:
         """Send ``inputs[r]`` to rank ``r``, and reduce what comes with ``own``."""
         peers = self._peers
         deadline = peers.deadline()
+        if not own.numel():  # as on all ranks but one in a reduce
+            peers.wait([peers.send(inputs[peer], peer, tag) for peer in peers.others()], deadline)
+            return
         places = self._room(peers.size, own.numel(), own.dtype)
         places[peers.rank] = own
         received = [peers.recv(places[peer], peer, tag) for peer in peers.others()]
