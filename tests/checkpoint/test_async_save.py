@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.checkpoint.async_save import AsyncSave, Background
+from echelon.checkpoint.async_save import AsyncSave, AsyncSaver
 from echelon.checkpoint.items import CheckpointItems
 from echelon.comm import streams
 from echelon.comm.world import World
@@ -277,7 +277,7 @@ def keep(world: World, folder: Path, kept: list[Any]) -> None:
     trainee = LAYOUTS["ddp2"].trainee(world)
     for step in range(3):
         saving = ec.async_save(folder, step=step, **given(trainee))
-    background = Background.known(CheckpointItems.sort(given(trainee), None).group)
+    background = AsyncSaver.known(CheckpointItems.sort(given(trainee), None).group)
     assert background is not None
     assert len(world.group._before_close) == 1  # the last one's, and not one a save
     kept += [weakref.ref(saving), weakref.ref(background), weakref.ref(trainee.optimizer)]

@@ -47,8 +47,8 @@ def test_a_rank_gets_its_own_values_if_as_many_ranks_load(
     saved: Path, size: int, name: str
 ) -> None:
     plan = plan_of(saved, 1, size)
-    plan.place(SHARD)
-    assert [item.saved.name for item in plan.live] == [name]
+    plan.add_read(SHARD)
+    assert [item.saved.name for item in plan.in_place] == [name]
     assert plan.used == {"values/w"}
     assert plan.not_restored == ([] if size == 2 else ["values/w"])
     assert not plan.missing
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_recorded_and_not_read(
 ) -> None:
     plan = plan_of(saved, 0, 2)
     shard = replace(SHARD, **changes)
-    assert plan.source_of(shard, dtype) is None
+    assert plan.match(shard, dtype) is None
     assert plan.missing == missing
     assert plan.differing == ({} if problem is None else {shard.name: problem})
 

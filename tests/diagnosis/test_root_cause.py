@@ -7,7 +7,7 @@ import torch
 
 from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
 from echelon.diagnosis.failure_record import FailureRecord, Reason
-from echelon.diagnosis.root_cause import held_up_by, peer_failure, root_cause
+from echelon.diagnosis.root_cause import end_of_wait_chain, peer_failure, root_cause
 from echelon.errors import CollectiveMismatch, CommTimeout, RankFailed
 
 
@@ -165,4 +165,4 @@ def test_a_rank_that_raised_is_blamed_before_one_that_only_left() -> None:
 def test_who_holds_up_a_rank_is_found_through_others_that_wait(
     waits: dict[int, int | None], root: int
 ) -> None:
-    assert held_up_by(1, waits, reporter=0) == root
+    assert end_of_wait_chain(1, waits, reporter=0) == root

@@ -293,7 +293,7 @@ def _await(signature: CallSignature, ready: Any, seconds: float | None) -> None:
 def _wake() -> None:
     group = simulated_rank.world_group()
     if group is not None:
-        group.thread_world.look_again()
+        group.thread_world.wake_conditions()
 
 
 def _bytes(value: str | bytes) -> bytes:

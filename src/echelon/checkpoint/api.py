@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon import checks
-from echelon.checkpoint.async_save import AsyncSave, Background
+from echelon.checkpoint.async_save import AsyncSave, AsyncSaver
 from echelon.checkpoint.coordinator import Coordinator, named
 from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.loading import (
@@ -22,7 +22,7 @@ from echelon.checkpoint.loading import (
 )
 from echelon.checkpoint.place import Folder, place_of, storage_of
 from echelon.checkpoint.records import MAX_STEP, step_name
-from echelon.checkpoint.saving import LeftOut, Saving
+from echelon.checkpoint.saving import Saving, SkippedSave
 from echelon.checkpoint.step_storage import Place
 from echelon.comm.group import Group
 from echelon.diagnosis.rank_time import during
@@ -118,10 +118,10 @@ def async_save(
     """
     items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
     saving = _begin("async_save", directory, step, items, keep=keep, rng=rng)
-    if isinstance(saving, LeftOut):
+    if isinstance(saving, SkippedSave):
         return AsyncSave(saving, saving.target, [], lambda finish: lambda: None)
     try:  # from here on all ranks are in async_save
-        background = Background.of(items.group)
+        background = AsyncSaver.of(items.group)
         optimizers = [*items.optimizers.values()]
         return background.start(saving, saving.target, optimizers, items.device)
     except BaseException:
@@ -259,7 +259,7 @@ def _set_world_step(step: int, items: CheckpointItems) -> None:
 
 def _settle(group: Group | None) -> None:
     """Wait for the save of ``group`` that is under way, and raise its error if it failed."""
-    background = Background.known(group)
+    background = AsyncSaver.known(group)
     if background is not None:
         background.settle()
 
@@ -272,7 +272,7 @@ def _begin(
     *,
     keep: int | None,
     rng: bool,
-) -> Saving | LeftOut:
+) -> Saving | SkippedSave:
     """Check the arguments of a save, and begin it on all ranks; not in a replay."""
     checks.flag("rng", rng)
     step = checks.integer("step", step, high=MAX_STEP)
@@ -280,7 +280,7 @@ def _begin(
     keep = None if keep is None else checks.integer("keep", keep, low=1)
     world = entered()
     if world is not None and world.is_replay:
-        return LeftOut(root / step_name(step))
+        return SkippedSave(root / step_name(step))
     _settle(items.group)
     saving = Saving(Coordinator(items.group, root), root, step, keep)
     saving.begin(call, items, rng=rng)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon import checks
-from echelon.checkpoint.saving import LeftOut, Saving
+from echelon.checkpoint.saving import Saving, SkippedSave
 from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.tensors import copy_aside
 from echelon.comm import streams
@@ -42,7 +42,7 @@ class AsyncSave:
     failed then.
 
     Args:
-        saving: writes on another thread, which starts here; nothing in a replay.
+        saving: writes on another thread, which starts here; in a replay it writes nothing.
         path: the folder of the step.
         optimizers: the optimizers that are saved.
         at_end: registers a function for the regular end of the world or the script.
@@ -59,7 +59,11 @@ class AsyncSave:
     """
 
     def __init__(
-        self, saving: Saving | LeftOut, path: Place, optimizers: Sequence[Optimizer], at_end: AtEnd
+        self,
+        saving: Saving | SkippedSave,
+        path: Place,
+        optimizers: Sequence[Optimizer],
+        at_end: AtEnd,
     ) -> None:
         self.path = path
         self._error: BaseException | None = None
@@ -104,7 +108,7 @@ class AsyncSave:
         self._remove_hooks()
         self._raise_error()
 
-    def _run(self, saving: Saving | LeftOut) -> None:
+    def _run(self, saving: Saving | SkippedSave) -> None:
         try:
             saving.finish()
         except BaseException as error:  # raised by the next call
@@ -122,7 +126,7 @@ class AsyncSave:
 
 
 @final
-class Background:
+class AsyncSaver:
     """The saves of one group, which come one at a time and share the memory of their copies.
 
     Args:
@@ -133,7 +137,7 @@ class Background:
         group: a subgroup of the same ranks, for the thread. See [Note: a group for the thread].
     """
 
-    _of_script: ClassVar[Background | None] = None
+    _of_script: ClassVar[AsyncSaver | None] = None
 
     def __init__(self, group: Group | None, at_end: AtEnd) -> None:
         self.group: Group | None = None
@@ -144,7 +148,7 @@ class Background:
         self._memory: Tensor | None = None
 
     @classmethod
-    def known(cls, group: Group | None) -> Background | None:
+    def known(cls, group: Group | None) -> AsyncSaver | None:
         """The instance for a group, or for this rank alone; None if there is none yet."""
         home, key = _home(group)
         background = cls._of_script if home is None else home.belongings.get(key)
@@ -152,7 +156,7 @@ class Background:
         return background
 
     @classmethod
-    def of(cls, group: Group | None) -> Background:
+    def of(cls, group: Group | None) -> AsyncSaver:
         """The instance for a group; all ranks call it, and the first call makes the instance."""
         background = cls.known(group)
         if background is None:
@@ -183,6 +187,7 @@ class Background:
         return self._last
 
     def _copy(self, saving: Saving, device: torch.device) -> None:
+        """Stage the values: copy them, so that training may go on while they are written."""
         values = saving.values()
         starts, end = [], 0
         for tensor in values:
@@ -202,9 +207,9 @@ class Background:
 def _home(group: Group | None) -> tuple[Group | None, object]:
     """The group that keeps the instance, and its key there; a rank alone uses its world's group."""
     if group is not None:
-        return group, Background
+        return group, AsyncSaver
     world = entered()
-    return (None if world is None else world.group), (Background, "alone")
+    return (None if world is None else world.group), (AsyncSaver, "alone")
 
 
 def _at_exit(finish: Callable[[], None]) -> Callable[[], None]:

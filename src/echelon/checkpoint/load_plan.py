@@ -17,7 +17,8 @@ from echelon.state.tensor_shard import Replication, TensorShard
 from echelon.values.decoding import decode
 from echelon.values.value_types import DTYPES, nbytes_of
 
-# New memory may be so many times the bytes of the step, as tied tensors may be separate here.
+# A forged manifest may not ask for more new memory than so many times the bytes of the step; tied
+# tensors may be separate here.
 _MAX_COPIES = 16
 
 
@@ -38,15 +39,15 @@ class ReadItem(NamedTuple):
 @final
 @dataclass(kw_only=True, eq=False)
 class LoadPlan:
-    """What a step gives to one rank, planned before a byte of it moves.
+    """What one rank reads from a checkpoint, planned before a byte of it moves.
 
     Attributes:
         manifest: of the step.
         path: of the step, for messages.
         rank: the rank that loads.
         size: how many ranks load.
-        live: memory that the user sees already; it is written when all bytes are verified.
-        fresh: new memory, which the user does not see yet.
+        in_place: memory that the user sees already; it is written when all bytes are verified.
+        new: memory that the user does not see yet.
         used: names in the step that have a place here.
         missing: names that the step does not have.
         differing: why something does not fit, or was converted to another dtype, by name.
@@ -58,8 +59,8 @@ class LoadPlan:
     path: str
     rank: int
     size: int
-    live: list[ReadItem] = field(default_factory=list)
-    fresh: list[ReadItem] = field(default_factory=list)
+    in_place: list[ReadItem] = field(default_factory=list)
+    new: list[ReadItem] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     differing: dict[str, str] = field(default_factory=dict)
@@ -103,8 +104,8 @@ class LoadPlan:
                 self.path,
             )
 
-    def source_of(self, shard: TensorShard, dtype: torch.dtype) -> SavedTensor | None:
-        """The tensor that a range is to be read from; None if the step has none that fits.
+    def match(self, shard: TensorShard, dtype: torch.dtype) -> SavedTensor | None:
+        """Find the tensor that a range is read from; None if the checkpoint has none that fits.
 
         What does not fit is recorded for the report to the user.
 
@@ -127,11 +128,11 @@ class LoadPlan:
             self.differing[shard.name] = f"saved as {saved_dtype}, here {dtype}"
         return saved if torch.can_cast(saved_dtype, dtype) else None
 
-    def place(self, shard: TensorShard) -> None:
+    def add_read(self, shard: TensorShard) -> None:
         """Have a range of the model read into its memory, if the step has it and it fits."""
-        saved = self.source_of(shard, shard.values.dtype)
+        saved = self.match(shard, shard.values.dtype)
         if saved is not None:
-            self.live.append(ReadItem(saved, shard.start, shard.values))
+            self.in_place.append(ReadItem(saved, shard.start, shard.values))
 
     def _tensor_of_this_rank(self, saved: SavedTensor, restores_per_rank: bool) -> SavedTensor:
         """This rank's values of a tensor whose values may differ between ranks."""
@@ -165,7 +166,7 @@ class LoadPlan:
         paths = (path.split("/") for path in self._names_saved_per_rank)
         return keys | {path[1] for path in paths if path[0] == name and len(path) > 1}
 
-    def fresh_value(self, name: str, restores_per_rank: bool) -> Tensor:
+    def new_value(self, name: str, restores_per_rank: bool) -> Tensor:
         """The memory of a tensor of a value, which is read later; each tensor has one memory.
 
         Raises:
@@ -179,7 +180,7 @@ class LoadPlan:
             saved = self._tensor_of_this_rank(shared, restores_per_rank)
             self.count_new_memory(nbytes_of(saved.dtype, saved.shape))
             values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
-            self.fresh.append(ReadItem(saved, 0, values))
+            self.new.append(ReadItem(saved, 0, values))
             self._values[shared.name] = values
         return self._values[shared.name]
 
@@ -191,7 +192,7 @@ class _FreshTensors(Mapping[str, Tensor]):
         self._plan, self._name, self._restores_per_rank = plan, name, restores_per_rank
 
     def __getitem__(self, path: str) -> Tensor:
-        return self._plan.fresh_value(f"{self._name}/{path}", self._restores_per_rank)
+        return self._plan.new_value(f"{self._name}/{path}", self._restores_per_rank)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())

@@ -200,7 +200,7 @@ class _Loading:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank reads."""
-        items = [*self._plan.live, *self._plan.fresh]
+        items = [*self._plan.in_place, *self._plan.new]
         return sum(item.values.nbytes for item in items)
 
     def open(self, data: bytes, stack: ExitStack) -> None:
@@ -215,7 +215,7 @@ class _Loading:
         for name, state in items.modules.items():
             if self._section(name, "module") is not None:
                 for shard in state.tensors:
-                    plan.place(shard)
+                    plan.add_read(shard)
                 for extra in state.extras:
                     self._place_extra(sections[name]["extras"], extra.name, extra.module)
         for name, optimizer in items.optimizers.items():
@@ -302,12 +302,12 @@ class _Loading:
         """[3] Compare checksums, and read into new memory."""
         share = Share(self._coordinator.rank, self._coordinator.size)
         done: set[PieceKey] = set()
-        for item in self._plan.fresh:
+        for item in self._plan.new:
             done.update(self._read(item, share))
         self.step.verify(share, done)
-        for item in self._plan.live:
+        for item in self._plan.in_place:
             self.step.reach(item.saved, item.start, item.values.numel())
-        check_writable((item.saved.name, item.values) for item in self._plan.live)
+        check_writable((item.saved.name, item.values) for item in self._plan.in_place)
         if self._random is not None:
             self._random = self._random_states(self._random)
 
@@ -354,7 +354,7 @@ class _Loading:
         for state in self._items.modules.values():
             state.before_write()
         try:
-            for item in self._plan.live:
+            for item in self._plan.in_place:
                 self._read(item)
         except (OSError, CheckpointCorrupt) as error:
             raise CheckpointError(

@@ -170,7 +170,7 @@ class OptimizerLoader:
         if not tensor.per_element:
             return self._value_of_other_shape(param, members[0], key, tensor.dtype)
         sources = [
-            self._plan.source_of(renamed(shard, self._name, key), tensor.dtype) for shard in members
+            self._plan.match(renamed(shard, self._name, key), tensor.dtype) for shard in members
         ]
         live = self._optimizer.state.get(param, {}).get(key)
         is_live = (
@@ -187,7 +187,7 @@ class OptimizerLoader:
                 sum(shard.numel for shard in members) * tensor.dtype.itemsize
             )
             values = torch.empty_like(param, dtype=tensor.dtype).detach()
-        items = self._plan.live if is_live else self._plan.fresh
+        items = self._plan.in_place if is_live else self._plan.new
         parts = [values]
         if len(members) > 1:
             parts = list(values.view(-1).split([shard.numel for shard in members]))
@@ -212,10 +212,10 @@ class OptimizerLoader:
         if saved is None or problem is not None:
             self._plan.differing[name] = str(problem)
             return _LEFT_OUT
-        source = self._plan.source_of(replace(shard, names=(name,), shape=saved.shape), dtype)
+        source = self._plan.match(replace(shard, names=(name,), shape=saved.shape), dtype)
         if source is None:
             return _LEFT_OUT
         self._plan.count_new_memory(prod(saved.shape) * dtype.itemsize)
         values = torch.empty(saved.shape, dtype=dtype, device=param.device)
-        self._plan.fresh.append(ReadItem(source, 0, values))
+        self._plan.new.append(ReadItem(source, 0, values))
         return values

@@ -253,7 +253,7 @@ class Saving:
 
 
 @final
-class LeftOut:
+class SkippedSave:
     """A save that writes nothing, because a step of another run is computed again.
 
     Args:

@@ -289,7 +289,7 @@ class Group(Transport):
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         signature = CallSignature("subgroup", None, tuple(members), label=name)
-        call = self._arrive(signature)
+        call = self._number_setup(signature)
         return self._with_parent(self._subgroup(call, name, members))
 
     @final
@@ -304,7 +304,7 @@ class Group(Transport):
             SharedMemoryError: there is not enough memory.
         """
         numel = self._arguments.memory("window", numel, dtype)
-        call = self._arrive(CallSignature("window", dtype, (numel,)))
+        call = self._number_setup(CallSignature("window", dtype, (numel,)))
         return self._window(call, numel, dtype)
 
     @final
@@ -324,7 +324,7 @@ class Group(Transport):
                 f"the ranks of group {self.name!r} do not share memory, so a tensor cannot be the "
                 "same on all of them: use a world of threads or processes, or gather"
             )
-        call = self._arrive(CallSignature("shared_tensor", dtype, (numel,)))
+        call = self._number_setup(CallSignature("shared_tensor", dtype, (numel,)))
         return self._shared(call, numel, dtype)
 
     # Issuing ---------------------------------------------------------------------------------
@@ -333,8 +333,8 @@ class Group(Transport):
     def _issue(self, request: Request, async_op: bool, *, is_message: bool = False) -> Work | None:
         """Start a call, and wait for it unless ``async_op``, in a span of the profiler if it runs.
 
-        A short blocking call takes 10 µs, so all that is done for each call is chosen for that. To
-        post a message takes no time that would have to be told from the activity around it.
+        This is the hot path: a short blocking call takes about 10 µs. To post a message is too
+        short to count as communication.
         """
         clock = None if is_message and async_op else rank_time.current()
         before = rank_time.NOTHING if clock is None else clock.begin_call()
@@ -349,8 +349,8 @@ class Group(Transport):
                 clock.end_call(before)
 
     @final
-    def _arrive(self, signature: CallSignature) -> CollectiveCall:
-        """Number a collective that has no operation, such as making a subgroup."""
+    def _number_setup(self, signature: CallSignature) -> CollectiveCall:
+        """Number a call that makes a subgroup or memory, and record that this rank came to it."""
         call = self._number(signature, blocking=True, depth=3)
         rank_time.arrive(call)
         return call
@@ -362,7 +362,7 @@ class Group(Transport):
         if type(operation) in self.overrides:
             return self._issue(request, async_op)
         assert isinstance(operation, Derived)
-        with torch._C.DisableTorchFunction():  # a barrier has not done so yet
+        with torch._C.DisableTorchFunction():  # ``barrier`` has no such decorator
             primitive = operation.primitive(self.rank, self.size)
             return self._issue((signature, primitive, finish), async_op)
 
@@ -372,7 +372,7 @@ class Group(Transport):
     ) -> Work | None:
         """Number a call and start it; wait for it unless ``async_op``."""
         signature, operation, finish = request
-        # Below the user's function: a method, what decorates it or _issue_derived, and _issue.
+        # Frames between here and the user: _issue, a decorator or _issue_derived, and the method.
         call = self._number(signature, not async_op, is_message, depth=5)
         if clock is not None and not is_message:
             clock.arrive(call)

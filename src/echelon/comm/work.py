@@ -35,11 +35,11 @@ class Work(ABC):
 
     def __init__(self, call: CollectiveCall) -> None:
         self.call = call
-        self._mark = mark()
+        self._fork_mark = mark()
 
     @final
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the result can be used; on CUDA, by work of the current stream.
+        """Return when the result can be used; on CUDA, let the current stream wait for it.
 
         Args:
             timeout: in seconds; None means the timeout of the world. After a ``CommTimeout`` the
@@ -49,7 +49,7 @@ class Work(ABC):
             CommError: ranks disagree, failed, wait for each other, or did not come in time.
             StateError: this process was forked after the work was issued.
         """
-        if self._mark is not mark():
+        if self._fork_mark is not mark():
             raise refused(f"the wait for {self.call}", self.call.rank)
         clock = None if self._is_over() and not self._finish else rank_time.current()
         before = rank_time.NOTHING if clock is None else clock.begin_call()
@@ -65,7 +65,7 @@ class Work(ABC):
 
     @final
     def complete(self, timeout: float | None = None) -> None:
-        """The wait of a call that blocks, in which it is measured and shown already."""
+        """Wait without beginning a measurement or a span of the profiler: the caller has."""
         start_s = time.perf_counter() if events.listening() else None
         self._wait(timeout)
         if self._finish:
@@ -80,7 +80,7 @@ class Work(ABC):
         """Whether ``wait`` would return (or raise) at once."""
 
     def _is_over(self) -> bool:
-        """Whether it is known, without asking anybody, that the communication has ended."""
+        """Whether the communication is known to have ended, without polling the backend."""
         return False
 
     @abstractmethod
@@ -94,9 +94,9 @@ class Work(ABC):
         return self.call
 
     @final
-    def then(self, step: Callable[[], None]) -> None:
-        """Run ``step`` once, on the thread that waits, when the result can be used."""
-        self._finish = (*self._finish, step)
+    def then(self, callback: Callable[[], None]) -> None:
+        """Run ``callback`` once, on the thread that waits, when the result can be used."""
+        self._finish = (*self._finish, callback)
 
 
 def _emit(

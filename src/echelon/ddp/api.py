@@ -26,7 +26,7 @@ from echelon.modules.model_agreement import Init, check_agreement, check_model, 
 from echelon.modules.nested import tensors
 from echelon.modules.parameters import (
     ParameterGuard,
-    check_unclaimed,
+    check_not_wrapped,
     claim,
     disclaim,
     ignored_parameters,
@@ -68,7 +68,7 @@ class DDP(Wrapper, HasShards):
     Args:
         module: the same on all ranks. Its parameters keep their identity, so an optimizer may be
             made before or after. A parameter that is frozen now is not reduced and must stay
-            frozen; others may be frozen and thawed between steps, the same on all ranks.
+            frozen; others may be frozen and unfrozen between steps, the same on all ranks.
         group: the ranks that hold a copy.
         bucket_bytes: the cap of a bucket; a larger gradient has a bucket of its own.
         first_bucket_bytes: the cap of the first bucket, so that communication begins early.
@@ -152,7 +152,7 @@ class DDP(Wrapper, HasShards):
         named = [(name, p) for name, p in reduced if p.requires_grad]
         keep_plain_names(module)
         self._guard = ParameterGuard(module, "DDP")
-        claim([param for _, param in reduced], self, for_good=False)
+        claim([param for _, param in reduced], self, outlives_owner=False)
         buffers = self._tracked_buffers = TrackedBuffers(module)
         is_watched = options.broadcast_buffers and group.size > 1 and len(buffers) > 0
         self._names = [plain_name(name) for name, _ in named]
@@ -382,7 +382,7 @@ class DDP(Wrapper, HasShards):
 def _check_arguments(module: nn.Module, group: Group) -> None:
     checks.instance("module", module, nn.Module)
     checks.instance("group", group, Group)
-    check_unclaimed(module)
+    check_not_wrapped(module)
     if not any(param.requires_grad for param in module.parameters()):
         raise ArgumentError(
             f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "

@@ -26,7 +26,7 @@ from echelon.ranges import Placement, pack
 ALIGN_NUMEL = 16
 
 # The notices are numbers behind the flags of a bucket. In the last bucket they are not zero after
-# the reduction if, on some rank, a buffer has changed, or a parameter was frozen or thawed.
+# the reduction if, on some rank, a buffer has changed, or a parameter was frozen or unfrozen.
 BUFFERS_CHANGED, TRAINABLE_CHANGED = 0, 1
 NUM_NOTICES = 2
 

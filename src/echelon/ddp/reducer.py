@@ -62,7 +62,7 @@ class BackwardRecord:
         num_contributors: the number of ranks that have a batch in it.
         works: the all-reduces of the buckets that were launched, in order.
         missing: for each of those buckets, the slots without a gradient on this rank.
-        reduced_before: gradients of earlier reductions to add, by index of the parameter.
+        reduced_before: gradients of earlier reductions, to be added, by index of the parameter.
     """
 
     token: Callable[[], Token | None]
@@ -75,7 +75,7 @@ class BackwardRecord:
 
 @final
 class Reducer:
-    """Reduces the gradients of ``named`` parameters over ``group``.
+    """Reduces the gradients of the parameters in ``named`` over ``group``.
 
     ``changed_buffers`` tells whether buffers of this rank differ from those that the ranks last
     agreed on, and is called before each reduction; None: buffers are not watched.
@@ -248,6 +248,7 @@ class Reducer:
         self._all_reduce_bucket(backward, missing)
 
     def _all_reduce_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
+        """The part of ``_launch_bucket`` that a rank without a batch runs, too, with zeros."""
         b = len(backward.works)
         bucket = self.buckets[b]
         if b == len(self.buckets) - 1:
@@ -356,7 +357,7 @@ class Reducer:
         self._state.make_local(self.buckets, arrived, ranks_may_leave=self.rounds is not None)
 
     def shadow_backward(self) -> None:
-        """Take part in a reduction of the other ranks, with zeros."""
+        """Take part in a reduction of the other ranks, with zeros, as ``Join`` of torch does."""
         assert self.rounds is not None
         self._discard_aborted()
         self._trainable.compare(at_once=True, has_batch=False)

@@ -4,7 +4,7 @@
 ``flight_recorder``  where each rank of a host is, in memory that outlives it
 ``stacks``           the Python stacks of ranks that do not answer
 ``rank_monitor``     what a rank writes about itself into the recorder, and learns about others
-``stragglers``       ranks that others wait for in vain
+``stuck_ranks``      ranks that others wait for in vain
 ``failure_record``   why one rank stopped, as plain data
 ``root_cause``       which of several records is the first cause
 ``failure_report``   the lines for a person, the first of which names the cause

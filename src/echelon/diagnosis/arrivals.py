@@ -36,12 +36,12 @@ class Arrival(NamedTuple):
 class Arrivals:
     """The last arrivals of one rank.
 
-    To come costs next to nothing: what a call is called is written when somebody asks.
+    To record one costs next to nothing: the text of a call is written when somebody asks for it.
     """
 
     def __init__(self) -> None:
         self._last: deque[tuple[CollectiveCall, int, int]] = deque(maxlen=NUM_ARRIVALS)
-        # Notes a call, when the rank came to it, and after which activity.
+        # Takes a tuple: the call, when the rank came to it, and what it had done before.
         self.add = self._last.append
 
     def clear(self) -> None:

@@ -26,7 +26,7 @@ from echelon.diagnosis import stacks
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.flight_recorder import VARIABLE
 from echelon.diagnosis.rank_monitor import RankMonitor
-from echelon.diagnosis.stragglers import StragglerRule, StuckRank, error_of, sign_of
+from echelon.diagnosis.stuck_ranks import StuckRank, StuckRankRule, error_of, sign_of
 from echelon.errors import CommTimeout, WorldError
 from echelon.process import time_limits
 from echelon.process.process_status import activity
@@ -140,7 +140,7 @@ def _guard(
     close: Callable[[BaseException], None],
 ) -> None:
     main = threading.main_thread()
-    rule = StragglerRule(timeout_s)
+    rule = StuckRankRule(timeout_s)
     pause_s = min(_MAX_PAUSE_S, timeout_s / _MIN_LOOKS)
     while True:
         if main.is_alive():

@@ -17,9 +17,9 @@ from echelon.checks import integer
 from echelon.diagnosis import activity_hooks, stacks
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase, RankStatus
 from echelon.diagnosis.rank_time import RankTime
-from echelon.diagnosis.root_cause import held_up_by
+from echelon.diagnosis.root_cause import end_of_wait_chain
 from echelon.diagnosis.step_rows import StepRows
-from echelon.diagnosis.stragglers import StuckRank, explained
+from echelon.diagnosis.stuck_ranks import StuckRank, explained
 from echelon.errors import CommTimeout, RankFailed
 from echelon.process.forks import disown_in_forks
 from echelon.process.process_status import activity
@@ -200,7 +200,7 @@ class RankMonitor:
             return error
         statuses = self.statuses()
         waits = {rank: _waited_for(status) for rank, status in statuses.items()}
-        roots = {held_up_by(rank, waits, reporter=self.rank) for rank in error.missing}
+        roots = {end_of_wait_chain(rank, waits, reporter=self.rank) for rank in error.missing}
         answers = stacks.ask(statuses.values())
         known = sorted(roots & set(statuses))
         stuck = [stuck_rank(statuses[rank], answers.get(rank, [])) for rank in known]
@@ -240,8 +240,8 @@ class StepCounter:
         note: called with each new number.
         rows: where it notes what the rank did in each step.
         clock: nanoseconds in which the rank ran or waited.
-        shares_heap: with other ranks of its process.
-        takes_turns: with them, and its clock stands while it waits for its turn.
+        shares_heap: whether other ranks of its process share the heap of Python.
+        takes_turns: whether its clock stands while it waits for its turn.
 
     Attributes:
         time: measures what the rank does.

@@ -11,19 +11,20 @@ because on a busy machine it comes to every rank by turns, and says nothing abou
 garbage collections of a process with several ranks: they all leave garbage, and the rank that
 happens to start the collection is busy with that of all.
 
-Only the thread of the rank is measured: that of its world. Others call these functions in vain.
-Each change costs 0.3 µs. How long the thread has run is read at most once in ``_READ_NS``, and at
-the end of a step, which costs 1 µs. How long it was ready costs ten times as much within a step,
-where nothing of it is in a cache, so the kernel is asked only where there is time to divide.
+Only the thread of the rank is measured; on other threads these functions do nothing. To change the
+activity costs 0.3 µs. How long the thread has run is read at most once in ``_READ_NS``, and at the
+end of a step, which costs 1 µs. To read how long it was ready costs ten times as much, so that is
+read only where there is idle time to divide.
 
 [Note: idle time]
-Between two readings the rank was idle as long as its clock went on and its thread did not run: it
-was ready without a processor, or it was blocked. Spans that end without a reading are short. So an
-idle time belongs to the last span, whose end is read, but for what may have been in communication,
-where ranks block by design. How long a thread was ready counts up to the idle time: a rank that
-takes turns is also ready while its clock stands, until the kernel lets it begin its turn. For other
-ranks, an idle time that is too short to be asked about counts as communication or as blocked, and
-what they were ready in it counts with the next one that is longer.
+[1] Between two readings the rank was idle as long as its clock went on and its thread did not run:
+it was ready without a processor, or it was blocked. In 10 ms of which it has run 7, it was idle for
+3 ms. [2] Whoever blocks for long causes a reading, so idle time belongs to the span that ends with
+the reading, except for what was in communication, where ranks block by design. [3] The kernel says
+how long the thread was ready. As much of the idle time is ``PROCESSOR``, and not more: a rank that
+takes turns is also ready while its clock stands, until the kernel lets it begin its turn. [4] Ranks
+that do not take turns ask only about idle times that are long enough. A shorter one counts as
+communication or as blocked, and what they were ready in it counts with the next longer one.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _PROCESSOR, _BEFORE_BACKWARD = int(Activity.PROCESSOR), int(Activity.BEFORE_BACK
 _INTERRUPTIONS = frozenset({COMMUNICATION, int(Activity.COLLECTING), _PROCESSOR})
 _NONE_YET = [0] * len(Activity)
 NOTHING = -1  # what ``begin`` gives where no rank is measured
-_READ_NS = 1_000_000
-_IDLE_NS, _IDLE_IN_COMMUNICATION_NS = 100_000, 1_000_000
-_FIT_NS, _MOST_READS = 50_000, 5  # of two readings that belong together
+_READ_NS = 1_000_000  # between two readings of the processor time
+_IDLE_NS, _IDLE_IN_COMMUNICATION_NS = 100_000, 1_000_000  # from which on the kernel is asked
+# Both clocks are read again, at most so often, if more time than this lies between the two.
+_FIT_NS, _MOST_READS = 50_000, 5
 
 if sys.platform == "linux":
     from resource import RUSAGE_THREAD, getrusage
@@ -90,7 +92,7 @@ class KernelTimes:
         return time.thread_time_ns()
 
     def ready_ns(self) -> int:
-        """Nanoseconds ready to run without a processor: 0 where nobody counts them."""
+        """Nanoseconds ready to run without a processor; 0 if the kernel does not count them."""
         return 0 if self._file < 0 else int(os.pread(self._file, 80, 0).split()[1])
 
     def close(self) -> None:
@@ -107,11 +109,11 @@ class RankTime:
     Args:
         rows: where each step goes.
         clock: nanoseconds in which the rank ran or waited.
-        shares_heap: with other ranks of its process.
-        takes_turns: with them, and its clock stands while it waits for its turn.
+        shares_heap: whether other ranks of its process share the heap of Python.
+        takes_turns: whether its clock stands while it waits for its turn.
 
     Attributes:
-        arrivals: at collectives.
+        arrivals: when the rank came to its last collectives.
         collecting: the activity that a garbage collection counts as.
     """
 
@@ -142,6 +144,7 @@ class RankTime:
         self._begin_row()
 
     def _begin_row(self) -> None:
+        """Count from nothing, for the next step."""
         self._spans, self._blocked = _NONE_YET.copy(), _NONE_YET.copy()
         self._known_waits = 0
 
@@ -173,7 +176,7 @@ class RankTime:
         self.stop()
 
     def begin(self, activity: int) -> int:
-        """Begin an activity; gives ``end`` what this thread goes back to."""
+        """Begin an activity; the result is the one before, for ``end``."""
         before = self._activity
         if activity == before:
             return before
@@ -196,7 +199,7 @@ class RankTime:
         return before
 
     def end_call(self, before: int) -> None:
-        """``end`` for communication, which is never what a rank did for longest."""
+        """``end`` for communication, which does not count as what a rank did for longest."""
         if before != self._activity:
             now = self._clock()
             if now - self._read_mark > _READ_NS:
@@ -242,7 +245,7 @@ class RankTime:
         self._longest_ns, self._longest = 0, _OTHER
 
     def end_step(self) -> None:
-        """Write what the step has taken."""
+        """Append the times of this step to ``rows``."""
         self.read_kernel()
         minor, major = self._faults
         self._faults = page_faults()
@@ -262,6 +265,7 @@ class RankTime:
         self._switch(self._activity)
 
     def _switch(self, activity: int) -> None:
+        """Add the time since the last change to the activity that ends, and begin another."""
         now = self._clock()
         if now - self._read_mark > _READ_NS:
             now = self._read_kernel(now)
@@ -335,7 +339,7 @@ def end(before: int) -> None:
 
 @contextmanager
 def before_communication() -> Iterator[None]:
-    """Count the body, which delays a call, as what the rank did before the call."""
+    """Count the body, which delays a call, as the activity before the call."""
     rank_time = current()
     with during(Activity.OTHER if rank_time is None else Activity(rank_time.before_call)):
         yield

@@ -51,7 +51,7 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
     return min(candidates, key=order, default=None)
 
 
-def held_up_by(rank: int, waits: Mapping[int, int | None], *, reporter: int) -> int:
+def end_of_wait_chain(rank: int, waits: Mapping[int, int | None], *, reporter: int) -> int:
     """The rank at the end of the chain of waits that begins with ``rank``.
 
     Args:
@@ -62,9 +62,9 @@ def held_up_by(rank: int, waits: Mapping[int, int | None], *, reporter: int) -> 
         ``rank`` itself if the ranks wait in a circle, in which nobody is first.
 
     Example:
-        >>> held_up_by(1, {1: 2, 2: 3, 3: None}, reporter=0)
+        >>> end_of_wait_chain(1, {1: 2, 2: 3, 3: None}, reporter=0)
         3
-        >>> held_up_by(1, {1: 0}, reporter=0)
+        >>> end_of_wait_chain(1, {1: 0}, reporter=0)
         1
     """
     seen = {reporter}

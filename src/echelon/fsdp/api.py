@@ -32,7 +32,7 @@ from echelon.modules.memory_overlap import check_memory_of
 from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
 from echelon.modules.nested import cast_floats, tensors
 from echelon.modules.norms import check_order, norm_over_shards
-from echelon.modules.parameters import check_unclaimed, ignored_parameters
+from echelon.modules.parameters import check_not_wrapped, ignored_parameters
 from echelon.modules.sharded_gradients import unmarked
 from echelon.page import html_of
 
@@ -345,4 +345,4 @@ def _check_arguments(
                 f"group is {group!r} and replicate is {replicate!r}, of another world: give two "
                 "axes of one mesh"
             )
-    check_unclaimed(module)
+    check_not_wrapped(module)

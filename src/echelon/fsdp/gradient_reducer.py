@@ -170,7 +170,7 @@ class GradientReducer:
     def finish(self, current: BackwardPass) -> Tensor:
         """Wait for all reductions, agree on which parameters were used, and set ``.grad``.
 
-        Returns whether a rank has frozen or thawed a parameter, 1D with one element.
+        Returns whether a rank has frozen or unfrozen a parameter, 1D with one element.
         """
         reductions = [reduction for started in current.reductions for reduction in started]
         with torch.no_grad():

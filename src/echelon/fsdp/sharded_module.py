@@ -59,7 +59,7 @@ class ShardedModule(Wrapper, HasShards):
         keep_plain_names(module)
         self._parameter_guard = ParameterGuard(module, "FSDP", keeps_names=True)
         for storage in self._storages():
-            claim([*storage.params, *storage.optimizer_params], self, for_good=True)
+            claim([*storage.params, *storage.optimizer_params], self, outlives_owner=True)
         guard(module, list(self._named_storages()), self._hooks)
         loader = shard_loader(self._storages(), module)
         self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]

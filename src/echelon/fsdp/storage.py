@@ -228,7 +228,7 @@ class Storage(ABC):
             param.grad = None
 
     def follow_flat_parameter(self) -> None:
-        """Freeze or thaw the parameters if users have done so with the flat one that they see.
+        """Freeze or unfreeze the parameters if users have done so with the flat one that they see.
 
         Raises StateError if some of them are frozen, which an optimizer of the flat one changes.
         """

@@ -1,5 +1,5 @@
-"""Unshards units in passes: when a pass reaches them, or before. Only the root is unsharded by the
-forward of the model itself, and after a backward inside of its forward.
+"""Unshards units when a pass reaches them, or before. The root is unsharded by the forward of the
+model itself, and again after a backward inside of this forward.
 
 Where an unshard communicates, all ranks take part in all of them, in the order that
 ``execution_order`` expects. A unit that this rank does not use is resharded at once.
@@ -48,8 +48,10 @@ class Unsharder:
         self.order = ExecutionOrder(reducing, self._communicating, ancestors)
         self.keeps_unsharded = self.has_readers = False
         self._prefetched: deque[int] = deque()  # in the order of their unshards
-        self._done: set[int] = set()  # units unsharded in this backward only for other ranks
-        self._early: set[int] = set()  # units unsharded before this backward has reached them
+        # Units of this backward: those unsharded only because other ranks need them, and those
+        # unsharded before the backward has reached them.
+        self._done_for_others: set[int] = set()
+        self._unsharded_early: set[int] = set()
         self._may_reach: Callable[[int], bool] = lambda u: False
         self._launch_reductions: Callable[[], None] = lambda: None
 
@@ -92,7 +94,7 @@ class Unsharder:
         self.has_readers = False
 
     def note_reduced(self, *, in_forward: bool) -> None:
-        """All ranks have reduced, so none reads shards, unless this one is in a forward."""
+        """Note that all ranks have reduced: none reads shards, unless this one is in a forward."""
         self.has_readers = in_forward
 
     # In passes -------------------------------------------------------------------------------
@@ -128,8 +130,8 @@ class Unsharder:
         self._drop_prefetched()
         if self.order.is_resharded:
             self.publish_shards("parameters are ready for a backward")
-        self._done.clear()
-        self._early.clear()
+        self._done_for_others.clear()
+        self._unsharded_early.clear()
         self._may_reach, self._launch_reductions = may_reach, launch_reductions
         skips = not all(run.units.issuperset(self._communicating) for run in runs)
         self.order.begin_backward(self._groups, skips)
@@ -147,11 +149,11 @@ class Unsharder:
         if u and unit.communicates and unit.state is not UNSHARDED and not self.keeps_unsharded:
             if order is self.order.forward:
                 self.order.called.append(u)
-            for v in self._skipped_before(u, unit, order):
-                self._skip(v, order)
+            for v in self._take_skipped_before(u, unit, order):
+                self._join_skipped(v, order)
         unit.unshard()
 
-    def _skipped_before(self, u: int, unit: Unit, order: PassOrder) -> Sequence[int]:
+    def _take_skipped_before(self, u: int, unit: Unit, order: PassOrder) -> Sequence[int]:
         """The units whose unshards come before that of ``u`` and which this rank did not reach."""
         if unit.state is UNSHARDING:  # it was prefetched
             order.note_reached(u)
@@ -165,8 +167,8 @@ class Unsharder:
                 skipped = [*self._prefetched, *skipped]
                 self._prefetched.clear()
             return skipped
-        if u in self._early:
-            self._early.remove(u)
+        if u in self._unsharded_early:
+            self._unsharded_early.remove(u)
             order.note_reached(u)
             return ()
         if not self._reshards:
@@ -203,11 +205,13 @@ class Unsharder:
         """Whether this rank has taken part in the unshard of an unused unit in this backward."""
         if self.keeps_unsharded:
             return False  # there are no unshards
-        return self._units[u].communicates and (u in self._done or self.order.all_unsharded)
+        return self._units[u].communicates and (
+            u in self._done_for_others or self.order.all_unsharded
+        )
 
     # Units that this rank does not use, or does not use yet -----------------------------------
 
-    def _skip(self, u: int, order: PassOrder) -> None:
+    def _join_skipped(self, u: int, order: PassOrder) -> None:
         """Take part in the unshard of a unit that this rank has not reached.
 
         The other ranks take part only once. Backward may reach the unit later on this rank, in
@@ -218,7 +222,7 @@ class Unsharder:
         if not in_forward and not unit.has_unsharded and self._may_reach(u):
             unit.unshard()
             unit.hide()
-            self._early.add(u)
+            self._unsharded_early.add(u)
         elif unit.state is UNSHARDING:
             self._drop(u)
         else:
@@ -235,14 +239,14 @@ class Unsharder:
 
     def _unshard_for_others(self, u: int, order: PassOrder) -> None:
         self._units[u].unshard_for_others()
-        self._done.add(u)
+        self._done_for_others.add(u)
         if order is not self.order.forward:
             self._launch_reductions()
 
     def _drop(self, u: int) -> None:
         """Reshard a unit that was prefetched and that this rank does not use."""
         self._units[u].reshard()
-        self._done.add(u)
+        self._done_for_others.add(u)
 
     def _drop_prefetched(self) -> None:
         while self._prefetched:

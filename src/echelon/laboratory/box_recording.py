@@ -26,7 +26,7 @@ from typing import Any, final
 from torch import Tensor
 
 from echelon.checkpoint import files
-from echelon.checkpoint.async_save import AsyncSave, Background
+from echelon.checkpoint.async_save import AsyncSave, AsyncSaver
 from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.random_states import RandomChanges
@@ -99,7 +99,7 @@ class BoxRecording:
         self._stretch: StretchFolder | None = None
         self._log: StepLogWriter | None = None
         self._random = RandomChanges(group.device)
-        self._saves = Background(group, self._at_end)
+        self._saves = AsyncSaver(group, self._at_end)
         self._save: AsyncSave | None = None
         self._pruning: threading.Thread | None = None
         self._is_closed = self._has_failed = False

@@ -31,13 +31,13 @@ from echelon.comm.torch_dist.stores import MEMORY_STORE_VARIABLE, create_memory_
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
 from echelon.diagnosis.held_up import verdict
-from echelon.diagnosis.stragglers import (
+from echelon.diagnosis.stuck_ranks import (
     ExitSign,
     ExitStage,
-    StragglerRule,
+    StuckRankRule,
     seconds_to_follow,
     sign_of,
-    straggler_error,
+    stuck_rank_error,
 )
 from echelon.errors import WorldError
 from echelon.launch import rank_program
@@ -121,7 +121,7 @@ class LocalAgent(LocalElasticAgent):
 
     def _open_attempt(self) -> None:
         self._plan: _StopPlan | None = None
-        self._rule: StragglerRule | None = None
+        self._rule: StuckRankRule | None = None
         self._deadline_s = 0.0
         self._deadline_is_urgent = False
         self._signaled: tuple[int, ...] = ()
@@ -151,10 +151,10 @@ class LocalAgent(LocalElasticAgent):
         self._report_absent_rank(codes)
         self._stop_ranks(codes, running)
         if running and not self._is_time_up(running):
-            stragglers = self._stragglers(codes)
-            if not stragglers:
+            stuck_ranks = self._stuck_ranks(codes)
+            if not stuck_ranks:
                 return RunResult(state=WorkerState.HEALTHY)
-            self._write_record_of(stragglers)
+            self._write_record_of(stuck_ranks)
         if any(codes[rank] != 0 for rank in ranks):
             for pid in ranks.values():
                 # Nobody has waited for the process yet, so its number cannot be another group's.
@@ -200,14 +200,14 @@ class LocalAgent(LocalElasticAgent):
             if rank in statuses and statuses[rank].phase is Phase.STARTING:
                 record.set_absent_rank(absent[0])
 
-    def _stragglers(self, codes: Mapping[int, int | None]) -> list[int]:
+    def _stuck_ranks(self, codes: Mapping[int, int | None]) -> list[int]:
         """Running ranks that do not follow the others out of the job.
 
-        A straggler reports itself if it can. Here are those that are stopped or stuck in C.
+        A stuck rank reports itself if it can. Here are those that are stopped or stuck in C.
         """
         statuses = self._recorder.statuses(len(self.attempts))
         if self._rule is None and (limit_s := seconds_to_follow(statuses.values())):
-            self._rule = StragglerRule(limit_s + time_limits.SAY_SO_S)
+            self._rule = StuckRankRule(limit_s + time_limits.SAY_SO_S)
         if self._rule is None or self._plan is not None:
             return []
         signs = {
@@ -219,10 +219,10 @@ class LocalAgent(LocalElasticAgent):
         signs |= {rank: sign_of(statuses[rank]) for rank in statuses if codes[rank] is None}
         return list(self._rule.late(signs))
 
-    def _write_record_of(self, stragglers: Sequence[int]) -> None:
-        """Leave the record that the first of the stragglers cannot write."""
-        attempt, rank = len(self.attempts), stragglers[0]
-        error = straggler_error(self._recorder.statuses(attempt), stragglers)
+    def _write_record_of(self, stuck_ranks: Sequence[int]) -> None:
+        """Leave the record that the first of the stuck ranks cannot write."""
+        attempt, rank = len(self.attempts), stuck_ranks[0]
+        error = stuck_rank_error(self._recorder.statuses(attempt), stuck_ranks)
         for folder in self._folder.glob(f"*/attempt_{attempt}/{rank}"):
             FailureRecord.of(error, rank).write(folder / "error.json")
 

@@ -28,12 +28,12 @@ from echelon.diagnosis.failure_record import FailureRecord, Reason, exit_text
 from echelon.diagnosis.flight_recorder import FlightRecorder, Phase, RankStatus
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.diagnosis.root_cause import root_cause
-from echelon.diagnosis.stragglers import (
+from echelon.diagnosis.stuck_ranks import (
     ExitSign,
     ExitStage,
-    StragglerRule,
+    StuckRankRule,
     sign_of,
-    straggler_error,
+    stuck_rank_error,
 )
 from echelon.errors import ArgumentError, CommError, EchelonError, RankFailed, WorldError
 from echelon.launch import function_pickle
@@ -177,7 +177,7 @@ def _collect(
     timeout: float,
 ) -> list[Any]:
     """The results, or the failure that came first; waits for the others a moment to learn more."""
-    rule = StragglerRule(timeout)
+    rule = StuckRankRule(timeout)
     results: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
     records: dict[int, FailureRecord] = {}
@@ -193,7 +193,7 @@ def _collect(
             )
         )
         if deadline is None and not ready:
-            _check_stragglers(rule, recorder.statuses(), results)
+            _check_stuck_ranks(rule, recorder.statuses(), results)
         for rank in open_ranks:
             if ready & {pipes[rank], children[rank].sentinel}:
                 outcome = _receive(children[rank], pipes[rank])
@@ -215,8 +215,8 @@ def _collect(
     return [results[rank] for rank in range(len(children))]
 
 
-def _check_stragglers(
-    rule: StragglerRule, statuses: Mapping[int, RankStatus], results: Mapping[int, Any]
+def _check_stuck_ranks(
+    rule: StuckRankRule, statuses: Mapping[int, RankStatus], results: Mapping[int, Any]
 ) -> None:
     """Raise if a rank does not follow those that have returned.
 
@@ -226,7 +226,7 @@ def _check_stragglers(
     signs = {rank: sign_of(status) for rank, status in statuses.items()}
     signs |= dict.fromkeys(results, ExitSign(stage=ExitStage.ENDED))
     if late := rule.late(signs):
-        error = straggler_error(statuses, late)
+        error = stuck_rank_error(statuses, late)
         for rank in late:
             if where := _where(rank, statuses[rank]):
                 error.add_note(where)

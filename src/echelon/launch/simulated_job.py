@@ -16,7 +16,7 @@ from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import MAX_LINES, failure_report
 from echelon.diagnosis.held_up import verdict
 from echelon.diagnosis.step_rows import RankSteps
-from echelon.diagnosis.stragglers import END
+from echelon.diagnosis.stuck_ranks import END
 from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQuit
 from echelon.launch.program import Program, threads_per_rank
 from echelon.launch.rank_lines import WholeLines, printing_as

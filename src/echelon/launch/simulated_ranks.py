@@ -22,7 +22,7 @@ from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
 from echelon.comm.world import World
-from echelon.diagnosis.stragglers import StragglerRule
+from echelon.diagnosis.stuck_ranks import StuckRankRule
 from echelon.errors import CommTimeout
 from echelon.launch.rank_function import call
 from echelon.process import time_limits
@@ -165,7 +165,7 @@ class SimulatedRanks:
             CommTimeout: a rank does not follow those that have left, or keeps them from running.
         """
         world, threads = self._world, self.threads
-        rule = StragglerRule(world.timeout, running_s)
+        rule = StuckRankRule(world.timeout, running_s)
         while world.failure is None and not is_held():
             alive = [thread for thread in threads if thread.is_alive()]
             if not alive:
@@ -174,10 +174,12 @@ class SimulatedRanks:
             serve()
             self._debuggers.look()
             world.order.watch()
-            signs = {rank: world.sign(rank, thread in alive) for rank, thread in enumerate(threads)}
+            signs = {
+                rank: world.exit_sign(rank, thread in alive) for rank, thread in enumerate(threads)
+            }
             error = world.long_turn_error()
             if late := rule.late(signs):
-                error = world.straggler_error(late)
+                error = world.stuck_rank_error(late)
             if error is not None:
                 names = ", ".join(threads[rank].name for rank in error.missing)
                 error.add_note(f"still running outside communication, and left behind: {names}")

@@ -1,4 +1,4 @@
-"""The parameters of a wrapped module: ignored ones, the wrapper that reduces them, changes.
+"""Which parameters of a module a wrapper reduces, and what may change in them afterwards.
 
 ``ignored_parameters`` are those that a wrapper leaves alone. ``claim`` records the wrapper of the
 others. ``ModuleSnapshot`` knows whether the module has the parameters that it had,
@@ -6,16 +6,16 @@ others. ``ModuleSnapshot`` knows whether the module has the parameters that it h
 different ones.
 
 [Note: when freezing is compared]
-A rank does not know whether the others have frozen and thawed the same parameters, and a collective
-that only some ranks issue would hang. So each rank adds a flag for its own changes to something
-that all ranks reduce anyway: DDP to the last bucket, FSDP to the list of used parameters. All ranks
-read the same answer, and compare names if it is not zero.
+A rank does not know whether the others have frozen and unfrozen the same parameters, and a
+collective that only some ranks issue would hang. So each rank adds a flag for its own changes to
+something that all ranks reduce anyway: DDP to the last bucket, FSDP to the list of used parameters.
+All ranks read the same answer, and compare names if it is not zero.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any, final
 
@@ -35,7 +35,7 @@ _requires_grad = attrgetter("requires_grad")
 def ignored_parameters(
     module: nn.Module, ignored: Sequence[nn.Module | nn.Parameter]
 ) -> list[nn.Parameter]:
-    """The parameters that stay unsharded and local.
+    """The parameters that the wrapper neither reduces nor shards.
 
     Raises ArgumentError if an item is not in the model, if an ignored module shares a parameter
     with one that is not ignored, or if no parameter is left that requires a gradient.
@@ -78,13 +78,16 @@ def ignored_parameters(
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def claim(params: Iterable[nn.Parameter], owner: nn.Module, *, for_good: bool) -> None:
+def claim(params: Iterable[nn.Parameter], owner: nn.Module, *, outlives_owner: bool) -> None:
     """Record that ``owner`` reduces ``params``.
 
-    With ``for_good`` that holds after ``owner`` is dropped, too: the parameters are shards then.
+    With ``outlives_owner`` that holds after ``owner`` is dropped, too: they are shards then.
     """
     reference = weakref.ref(owner)
-    is_alive: Callable[[], bool] = (lambda: True) if for_good else lambda: reference() is not None
+
+    def is_alive() -> bool:
+        return outlives_owner or reference() is not None
+
     for param in params:
         _owners[param] = type(owner).__name__, is_alive
 
@@ -106,8 +109,8 @@ def is_claimed(param: nn.Parameter) -> bool:
     return _owner_of(param) is not None
 
 
-def check_unclaimed(module: nn.Module) -> None:
-    """Refuse a module if a wrapper reduces one of its parameters already, by an ArgumentError."""
+def check_not_wrapped(module: nn.Module) -> None:
+    """Raise an ArgumentError if a wrapper reduces a parameter of the module already."""
     for name, param in module.named_parameters():
         owner = _owner_of(param)
         if owner is not None:
@@ -175,12 +178,12 @@ class ParameterGuard:
         self._snapshot = ModuleSnapshot(module)
 
     def check(self) -> None:
-        """Refuse, by a StateError, a parameter that was added, replaced, converted or unfrozen."""
+        """Raise a StateError if a parameter was added, replaced, converted or unfrozen."""
         if self._snapshot.is_current():
             return
         for name, param in self._module.named_parameters():
             self._check_parameter(name, param)
-        self._snapshot.take(self._module)  # the changes need no reduction
+        self._snapshot.take(self._module)  # only harmless changes, such as a frozen parameter
 
     def _check_parameter(self, name: str, param: nn.Parameter) -> None:
         dtype, was_trainable = self._known.get(param, (param.dtype, None))
@@ -191,27 +194,27 @@ class ParameterGuard:
                 "prune, spectral_norm and parametrizations do, and what they made was made from "
                 "this rank's part: change the model first and wrap it then"
             )
-        what, do = None, "change the model first and wrap it then"
+        problem, remedy = None, "change the model first and wrap it then"
         if was_trainable is None and param.requires_grad and not isinstance(param, nn.Parameter):
-            what = "was exchanged for another tensor, as torch.func.functional_call does,"
-            do = (
+            problem = "was exchanged for another tensor, as torch.func.functional_call does,"
+            remedy = (
                 "give functional_call the module inside of a DDP (model.module), whose gradients "
                 "are then of this rank alone, or the model before it is sharded"
             )
         elif was_trainable is None and param.requires_grad:
-            what = "was added or replaced"
+            problem = "was added or replaced"
         elif param.dtype is not dtype:
-            what = f"was converted from {dtype} to {param.dtype}"
+            problem = f"was converted from {dtype} to {param.dtype}"
         elif was_trainable is False and param.requires_grad:
-            what = "was frozen, and unfrozen"
-            do = (
+            problem = "was frozen, and unfrozen"
+            remedy = (
                 "wrap the model while everything that is ever trained requires a gradient, and "
-                "freeze it then; that, and to thaw it again, is allowed between any two steps"
+                "freeze it then; that, and to unfreeze it again, is allowed between any two steps"
             )
-        if what is not None:
+        if problem is not None:
             raise StateError(
-                f"parameter {name!r} {what} after {self._owner} wrapped the model, so its gradient "
-                f"would not be reduced: {do}"
+                f"parameter {name!r} {problem} after {self._owner} wrapped the model, so its "
+                f"gradient would not be reduced: {remedy}"
             )
 
 
@@ -230,11 +233,11 @@ class TrainableParameters:
         return list(map(_requires_grad, self._params))
 
     def changed(self) -> bool:
-        """Whether this rank has frozen or thawed a parameter since the ranks agreed."""
+        """Whether this rank has frozen or unfrozen a parameter since the ranks agreed."""
         return self._now() != self._agreed
 
     def take_answer(self, answer: Tensor) -> None:
-        """Take the reduction of the ``changed`` of all ranks: zero if no rank has changed."""
+        """Begin to copy the reduced ``changed`` of all ranks to the host: zero if no rank has."""
         host = streams.host_memory(1, answer.dtype, answer.device)
         host.copy_(answer, non_blocking=True)
         self._answer = host, streams.current_stream(answer.device).record_event()
@@ -242,9 +245,10 @@ class TrainableParameters:
     def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
         """Compare with the other ranks, if a rank has changed. All ranks call it.
 
-        Without ``at_once``, only if the answer is there already or this rank has changed; otherwise
-        the next call compares. A rank without a batch (``has_batch``) takes over what the others
-        have. A difference is a ModelMismatch on every rank, which names the parameter.
+        Without ``at_once`` it does not wait for the device: if the answer is not there yet and this
+        rank has not changed, a later call compares. A rank without a batch (``has_batch``) takes
+        over what the others have. A difference is a ModelMismatch on every rank, which names the
+        parameter.
         """
         if self._answer is None:
             return
@@ -263,7 +267,7 @@ class TrainableParameters:
         compare(
             "whether they train parameter",
             [self._facts(usual if names is None else names) for names in by_rank],
-            "Freeze and thaw the same parameters on every rank.",
+            "Freeze and unfreeze the same parameters on every rank.",
         )
 
     def _facts(self, frozen: Sequence[str]) -> dict[str, str]:

@@ -51,8 +51,7 @@ from echelon.pipeline.stage import Stage
 
 _Received = TypeVar("_Received")
 _NUM_LISTED = 20  # actions before a failure that its message lists
-# What a message takes belongs to its pass: a stage has as many as its place demands. The next
-# action ends the pass if it is of another one.
+# The time of sends and receives counts as the forward or the backward that they serve.
 _ACTIVITIES = {
     **dict.fromkeys((Kind.RECV_F, FORWARD, Kind.SEND_F), Activity.FORWARD),
     **dict.fromkeys((Kind.RECV_B, BACKWARD, INPUT, WEIGHT, Kind.SEND_B), Activity.BACKWARD),
@@ -91,8 +90,8 @@ class _Slot:
         to_next: the link to the next stage; None if that is on this rank or does not exist.
         previous: the slot of the previous stage, if that is on this rank.
         next: the slot of the next stage, if that is on this rank.
-        sent_before_input: the sends that are complete when ``fwd_recv`` is.
-        sent_before_grads: the sends that are complete when ``bwd_recv`` is.
+        sent_before_input: sends of this rank that must have arrived once ``fwd_recv`` has.
+        sent_before_grads: sends of this rank that must have arrived once ``bwd_recv`` has.
     """
 
     stage: Stage
@@ -110,7 +109,7 @@ class _Slot:
 
 @final
 class Executor:
-    """Runs a lowered schedule with the stages of this rank and their links, both by stage number.
+    """Runs a lowered schedule with the stages of this rank and their links, both by stage index.
 
     Events show ``world_rank``, which may differ from the ``rank`` in the schedule.
     """
@@ -299,7 +298,10 @@ class Executor:
     def _timed_wait(
         self, wait: Callable[[], _Received], sent_before: Sequence[Action]
     ) -> _Received:
-        """Wait for a value, and release what was sent before it."""
+        """Wait for a value, and release what was sent before it.
+
+        ``waited_s`` of the event counts from the start of the action.
+        """
         value = wait()
         self._waited_s = time.perf_counter() - self._start_s
         self._pending_sends.release(sent_before)

@@ -66,7 +66,7 @@ class PendingSend:
 
 @final
 class Link:
-    """This rank's side of one stage boundary, which has the number of the stage before it.
+    """This rank's side of one stage boundary, which is numbered by the stage before it.
 
     Messages of different boundaries have different tags.
     """

@@ -1,12 +1,12 @@
-"""The sends of a step, and which of them are complete when another message arrives.
+"""The sends of a step, whose memory is freed as soon as a later message proves that they arrived.
 
 ::
 
-    rank 0 | ... 0SEND_F3 ...................... 0B2    [2] needs 1SEND_B2, so 0SEND_F3 is complete
-    rank 1 |          1F3  ... 1B2  1SEND_B2            [1] 1F3 used 0SEND_F3 before 1SEND_B2
+    rank 1 |          1F3  ... 1B2  1SEND_B2            [1] 1F3 uses 0SEND_F3 before 1SEND_B2
+    rank 0 | ... 0SEND_F3 ...................... 0B2    [2] has 1SEND_B2, so 0SEND_F3 has arrived
 
-The schedule alone says that. On a transport whose works can only be waited for, asking whether a
-send is complete takes a thread. With this table the executor waits when the wait returns at once.
+The schedule alone proves that. Some transports can only block in the wait for a send, and polling
+it takes a helper thread. With this table the executor waits when the wait returns at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SendCompletion:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> SendCompletion:
-        """The complete sends of ``rank`` in a lowered schedule.
+        """The sends of ``rank`` that each message to it proves complete, in a lowered schedule.
 
         Example:
             >>> from echelon.pipeline.schedules.passes import lower
@@ -71,7 +71,7 @@ class PendingSends:
     """The sends of one step on this rank that may not be complete, the oldest first.
 
     Args:
-        max_unpolled: how many of them may be there before they are polled, which may take a thread.
+        max_unpolled: from this many pending sends on they are polled, which may take a thread.
     """
 
     def __init__(self, max_unpolled: int) -> None:
@@ -101,5 +101,5 @@ class PendingSends:
             send.wait()
 
     def forget(self) -> None:
-        """Drop all of them."""
+        """Drop all of them without waiting, as after a step that has failed."""
         self._sends = {}

@@ -31,7 +31,7 @@ def test_there_is_one_clock_and_no_turn() -> None:
     order = FreeRunning(2)
     before = running_s()
     assert before <= order.clock(0) <= order.clock(1)
-    order.meet(0, before + 1000)
+    order.advance_clock(0, before + 1000)
     assert order.clock(0) < before + 500
     first_ns = order.clock_of(0)()
     assert before <= 1e-9 * first_ns <= 1e-9 * order.clock_of(1)() <= order.clock(0)

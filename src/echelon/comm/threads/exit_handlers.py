@@ -20,7 +20,7 @@ from typing import final
 
 from echelon.diagnosis import stacks
 from echelon.diagnosis.exit_guard import awaited_threads, end_now
-from echelon.diagnosis.stragglers import StuckRank
+from echelon.diagnosis.stuck_ranks import StuckRank
 from echelon.process import time_limits
 from echelon.process.process_status import activity
 

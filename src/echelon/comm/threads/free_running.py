@@ -95,7 +95,7 @@ class FreeRunning(RankOrder):
         """The same for all ranks."""
         return running_ns
 
-    def meet(self, rank: int, seconds: float) -> None:
+    def advance_clock(self, rank: int, seconds: float) -> None:
         """Change nothing: all ranks have one clock."""
 
     def idle_s(self) -> float:

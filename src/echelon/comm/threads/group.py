@@ -109,7 +109,7 @@ class ThreadGroup(Group):
     ) -> None:
         """Hand on the turn until something holds that another rank brings about.
 
-        Whoever brings it about calls ``look_again`` of its world.
+        Whoever brings it about calls ``wake_conditions`` of its world.
 
         Args:
             signature: what a report of this wait shows.
@@ -144,7 +144,7 @@ class ThreadGroup(Group):
                 pending.append(world.meetings.pop(key))
             for place in [place for place in world.mail if place[0] == self.name]:
                 pending += world.mail.pop(place)
-        world.look_again()
+        world.wake_conditions()
         for each in pending:
             each.error = self._aborted(f"a call of group {self.name!r}")
             world.complete(each)
@@ -235,7 +235,7 @@ class ThreadGroup(Group):
             world.complete(transfer)
             transfer.sides.clear()  # the work of one rank must not keep the tensor of the other
         else:
-            world.look_again()  # somebody may wait for a message from any rank
+            world.wake_conditions()  # somebody may wait for a message from any rank
         return _ThreadWork(call, world, transfer, self.timeout)
 
     def _deliver(self, transfer: PendingMessage) -> None:

@@ -68,7 +68,7 @@ class RankOrder(ABC):
         """
 
     def goes_on(self) -> bool:
-        """Whether ``resume`` and ``meet`` would do nothing now. Needs no lock."""
+        """Whether ``resume`` and ``advance_clock`` would do nothing now. Needs no lock."""
         return False
 
     @abstractmethod
@@ -103,8 +103,8 @@ class RankOrder(ABC):
         return lambda: int(1e9 * self.clock(rank))
 
     @abstractmethod
-    def meet(self, rank: int, seconds: float) -> None:
-        """What the rank has waited for was there when some clock showed ``seconds``."""
+    def advance_clock(self, rank: int, seconds: float) -> None:
+        """Let the clock of the rank show at least ``seconds``, if it has one."""
 
     @abstractmethod
     def idle_s(self) -> float:

@@ -10,14 +10,13 @@ its own.
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import final
 
 from echelon.comm.threads.call_watch import CallWatch, NoWatch
+from echelon.comm.threads.last_seen import LastSeen
 from echelon.comm.threads.pending import (
     Pending,
     PendingCollective,
@@ -26,56 +25,13 @@ from echelon.comm.threads.pending import (
     RankWait,
 )
 from echelon.comm.threads.rank_order import RankOrder
-from echelon.diagnosis import stacks
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
 from echelon.diagnosis.rank_monitor import StepCounter
-from echelon.diagnosis.root_cause import held_up_by
-from echelon.diagnosis.stragglers import ExitSign, ExitStage, StuckRank, error_of, explained
+from echelon.diagnosis.root_cause import end_of_wait_chain
+from echelon.diagnosis.stuck_ranks import ExitSign, ExitStage, error_of, explained
 from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
 from echelon.errors.message_text import message_of, ranks_text
-from echelon.process.process_status import activity
-
-
-@final
-@dataclass(slots=True)
-class _Sighting:
-    """The last known state of a rank.
-
-    Attributes:
-        thread: the identifier of its thread; 0 before it runs.
-        native_id: the identifier of this thread in the kernel.
-        step: the number of optimizer steps that the rank has made.
-        call: the last call of the rank.
-    """
-
-    thread: int = 0
-    native_id: int = 0
-    step: int = 0
-    call: CollectiveCall | None = None
-
-    def note_step(self, number: int) -> None:
-        """Record how many optimizer steps the rank has made."""
-        self.step = number
-
-    def is_alive(self) -> bool:
-        """Whether the thread runs: another may have the number of one that has ended."""
-        return any(thread.native_id == self.native_id for thread in threading.enumerate())
-
-    def stack(self) -> list[str]:
-        """The lines of the stack of the rank, with the innermost one last."""
-        return stacks.of_this_process(self.thread) if self.is_alive() else []
-
-    def finding(self, rank: int) -> StuckRank:
-        """Describe a rank that does not wait."""
-        return StuckRank(
-            rank=rank,
-            where=f"at step {self.step}",
-            activity=activity(os.getpid(), self.native_id),
-            call="" if self.call is None else str(self.call),
-            stack=self.stack(),
-            silence="its thread has ended",
-        )
 
 
 @final
@@ -90,14 +46,14 @@ class ThreadWorld:
     Attributes:
         tells_last_calls: a deadlock names the last call of ranks that have returned.
         watch: looks at the calls of all ranks.
-        aborted: by the name of a group that a rank has aborted, this rank and the cause.
+        aborted: by the name of a group, the rank that has aborted it, and why.
     """
 
     def __init__(self, order: RankOrder, size: int, timeout: float) -> None:
         self.order = order
         self.size = size
         self.timeout = timeout
-        self.sightings = [_Sighting() for _ in range(size)]
+        self.sightings = [LastSeen() for _ in range(size)]
         self.lock = order.lock
         self.meetings: dict[tuple[str, int], PendingCollective] = {}
         self.mail: dict[tuple[str, int, int, int], deque[PendingMessage]] = {}
@@ -141,7 +97,7 @@ class ThreadWorld:
             ):
                 self._declare_deadlock(rank)
 
-    def sign(self, rank: int, runs: bool) -> ExitSign:
+    def exit_sign(self, rank: int, runs: bool) -> ExitSign:
         """The state of a rank now; ``runs`` says that its thread has not ended."""
         with self.lock:
             seen = self.sightings[rank]
@@ -163,9 +119,9 @@ class ThreadWorld:
         waits = self._waits[rank].values()
         return [(wait.call, sorted(wait.pending.absent)) for wait in waits]
 
-    def straggler_error(self, late: Sequence[int]) -> CommTimeout:
+    def stuck_rank_error(self, late: Sequence[int]) -> CommTimeout:
         """The error about ranks that still run long after others have left."""
-        return error_of([self.sightings[rank].finding(rank) for rank in late], self.timeout)
+        return error_of([self.sightings[rank].describe(rank) for rank in late], self.timeout)
 
     def long_turn_error(self) -> CommTimeout | None:
         """The error about a rank that has kept others from running for as long as a rank waits."""
@@ -203,7 +159,7 @@ class ThreadWorld:
     def is_complete(self, pending: Pending, rank: int) -> bool:
         """Whether a wait of this rank for ``pending`` would return, or raise, at once."""
         if not pending.complete and self.failure is None:
-            self.order.pause(rank)  # or a rank that asks in a loop would ask for ever
+            self.order.pause(rank)  # so that others run while a rank polls in a loop
         return pending.complete or self.failure is not None
 
     def wait(
@@ -214,7 +170,8 @@ class ThreadWorld:
         Args:
             timeout: seconds that this call wants to wait; None: ``limit_s``, as all calls do.
         """
-        rank, overtake = call.rank, True
+        rank = call.rank
+        overtake = True  # take the turn in any case, because the world fails
         self._threads[rank].add(threading.get_ident())
         if pending.complete and self.order.goes_on():
             pending.raise_error()
@@ -228,7 +185,7 @@ class ThreadWorld:
                 raise
             finally:
                 self.order.resume(rank, overtake=overtake)
-            self.order.meet(rank, pending.came_s)
+            self.order.advance_clock(rank, pending.came_s)
         pending.raise_error()
 
     def wait_until(
@@ -238,7 +195,7 @@ class ThreadWorld:
         timeout: float | None,
         limit_s: float,
     ) -> None:
-        """Block the calling thread until a condition holds, which ``look_again`` finds out."""
+        """Block the calling thread until ``wake_conditions`` finds that a condition holds."""
         with self.lock:
             self.admit(call)
             condition.complete = condition.ready()
@@ -249,7 +206,7 @@ class ThreadWorld:
             with self.lock:
                 self._conditions.remove(condition)
 
-    def look_again(self) -> None:
+    def wake_conditions(self) -> None:
         """Wake the ranks whose condition holds now."""
         for condition in [each for each in self._conditions if not each.complete and each.ready()]:
             self.complete(condition)
@@ -257,6 +214,11 @@ class ThreadWorld:
     def _await(
         self, pending: Pending, call: CollectiveCall, timeout: float | None, limit_s: float
     ) -> None:
+        """Sleep until ``pending`` is complete.
+
+        Limits of time count the clock of the latest missing rank, so that a rank that only waits
+        for its turn is not late.
+        """
         if pending.complete:  # no clock has to be read
             return
         order, rank, thread = self.order, call.rank, threading.get_ident()
@@ -280,7 +242,7 @@ class ThreadWorld:
             raise self._explained(error, rank) if timeout is None else error
 
     def _late(self, pending: Pending) -> list[int]:
-        """The ranks that have not come, but for those that have not had a turn to do so."""
+        """The missing ranks that have had a turn; all missing ranks if none has."""
         others_first = {rank for rank in pending.absent if self.order.is_next(rank)}
         return sorted(pending.absent - others_first or pending.absent)
 
@@ -343,7 +305,7 @@ class ThreadWorld:
         return not isinstance(wait.pending, PendingCondition) and rank in wait.pending.absent
 
     def _ranks_that_may_go_on(self) -> set[int]:
-        """The ranks that run, or that wait for such: all of those, or any for a condition."""
+        """The ranks that run, or whose waits such ranks can end (see ``_may_end``)."""
         going = {
             rank
             for rank in range(self.size)
@@ -372,6 +334,7 @@ class ThreadWorld:
         return pending.complete or pending.absent <= going
 
     def _declare_deadlock(self, rank: int) -> None:
+        """Fail with who waits for whom; ``rank`` has found it."""
         waits = {
             wait.call.rank: (str(wait.call), self._late(wait.pending)) for wait in self._all_waits()
         }
@@ -383,9 +346,9 @@ class ThreadWorld:
     def _explained(self, error: CommTimeout, reporter: int) -> CommTimeout:
         """Add what the ranks at the root of the waits do to ``error``; needs the lock."""
         waits = {rank: self._waited_for(rank) for rank in range(self.size)}
-        roots = {held_up_by(rank, waits, reporter=reporter) for rank in error.missing}
+        roots = {end_of_wait_chain(rank, waits, reporter=reporter) for rank in error.missing}
         known_stacks = {rank: sighting.stack() for rank, sighting in enumerate(self.sightings)}
-        findings = [self.sightings[rank].finding(rank) for rank in sorted(roots)]
+        findings = [self.sightings[rank].describe(rank) for rank in sorted(roots)]
         return explained(error, findings, {rank: s for rank, s in known_stacks.items() if s})
 
     def _waited_for(self, rank: int) -> int | None:

@@ -236,7 +236,7 @@ class Turns(RankOrder):
         since_s = self._since_s[rank]
         return self._seconds[rank] + (0.0 if since_s is None else self._now_s() - since_s)
 
-    def meet(self, rank: int, seconds: float) -> None:
+    def advance_clock(self, rank: int, seconds: float) -> None:
         """Let the clock of the rank show at least ``seconds``."""
         self._seconds[rank] += max(0.0, seconds - self.clock(rank))
 
@@ -271,7 +271,7 @@ class Turns(RankOrder):
         return rank in self._wanting
 
     def not_running(self, rank: int) -> str | None:
-        """That it waits for its turn, if it does."""
+        """That the rank waits for its turn; None if it does not."""
         return "waits for its turn" if rank in self._wanting or self._holder == rank else None
 
     def _has_turn(self, rank: int) -> bool:

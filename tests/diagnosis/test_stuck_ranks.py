@@ -13,12 +13,12 @@ import torch
 
 import echelon as ec
 from echelon.diagnosis.flight_recorder import Phase, RankStatus
-from echelon.diagnosis.stragglers import (
+from echelon.diagnosis.stuck_ranks import (
     ExitSign,
     ExitStage,
-    StragglerRule,
+    StuckRankRule,
     seconds_to_follow,
-    straggler_error,
+    stuck_rank_error,
 )
 from echelon.errors import CommTimeout
 from tests.cli.jobs import Job
@@ -170,9 +170,9 @@ def test_nobody_is_late_before_a_rank_has_said_its_timeout(
     assert seconds_to_follow(statuses) == limit
 
 
-def rule() -> tuple[StragglerRule, list[float]]:
+def rule() -> tuple[StuckRankRule, list[float]]:
     now = [0.0]
-    return StragglerRule(10.0, clock=lambda: now[0]), now
+    return StuckRankRule(10.0, clock=lambda: now[0]), now
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_a_late_rank_that_ends_while_it_is_looked_at_is_said_to_have_ended() -> 
         rank=0, pid=gone.pid, start_ticks=1, phase=Phase.CLOSED, step=6, thread_id=1,
         native_id=gone.pid, script_ended=True, **facts,
     )  # fmt: skip
-    assert "rank 0 at step 6 has ended only now" in str(straggler_error({0: status}, [0]))
+    assert "rank 0 at step 6 has ended only now" in str(stuck_rank_error({0: status}, [0]))

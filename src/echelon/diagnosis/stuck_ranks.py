@@ -19,7 +19,7 @@ from echelon.errors import CommTimeout
 from echelon.process import time_limits
 from echelon.process.process_status import ENDED, activity
 
-END = "the end of the job"  # what a straggler keeps the others from
+END = "the end of the job"  # what a stuck rank keeps the others from
 _MAX_DESCRIBED = 2  # ranks that an error describes; its note has the stacks of all
 
 
@@ -123,7 +123,7 @@ class ExitSign:
 
 
 @final
-class StragglerRule:
+class StuckRankRule:
     """Says which ranks are late to leave.
 
     A rank is late when another one has left, it is in no call itself, and for ``timeout_s`` no
@@ -194,7 +194,7 @@ def error_of(stuck: Sequence[StuckRank], timeout_s: float) -> CommTimeout:
     return explained(error, stuck, {rank.rank: list(rank.stack) for rank in stuck if rank.stack})
 
 
-def straggler_error(statuses: Mapping[int, RankStatus], late: Iterable[int]) -> CommTimeout:
+def stuck_rank_error(statuses: Mapping[int, RankStatus], late: Iterable[int]) -> CommTimeout:
     """The error for processes of this host that are late.
 
     Args:
