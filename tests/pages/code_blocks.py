@@ -102,17 +102,21 @@ def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+_ROUNDING = r"(?:\\d\\.\\de-1\\d|0\\.0e\\+00)"
+
+
 def differing_line(shown: list[str], printed: list[str]) -> str | None:
     """The first line that is shown and was not printed in its place.
 
-    ``…`` stands for any text, and a difference of rounding (``1.4e-16``) for any other one.
+    ``…`` stands for any text, and a difference of rounding (``1.4e-16``) for any other one, or for
+    none (``0.0e+00``): processors round differently.
     """
     rest = iter(printed)
     for line in shown:
         if line.strip() == "…":
             continue
         pattern = ".*".join(re.escape(piece) for piece in line.rstrip().split("…"))
-        pattern = re.sub(r"\d\\\.\de\\-1\d", r"\\d\\.\\de-1\\d", pattern)
+        pattern = re.sub(r"\d\\\.\de\\-1\d|0\\\.0e\\\+00", _ROUNDING, pattern)
         if not any(re.fullmatch(pattern, other.rstrip()) for other in rest):
             return line
     return None

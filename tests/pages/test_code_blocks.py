@@ -169,4 +169,7 @@ def test_blocks_and_their_marks_are_read(tmp_path: Path) -> None:
 def test_a_line_that_was_not_printed_is_named() -> None:
     assert differing_line(["a", "…", "b … d"], ["a", "x", "b c d"]) is None
     assert differing_line(["a", "c"], ["a", "b"]) == "c"
+    assert differing_line(["by 1.4e-16"], ["by 0.0e+00"]) is None
+    assert differing_line(["by 0.0e+00"], ["by 3.7e-15"]) is None
+    assert differing_line(["by 0.0e+00"], ["by 3.7e-05"]) == "by 0.0e+00"
     assert differing_line(["b", "a"], ["a", "b"]) == "a"
