@@ -94,9 +94,9 @@ class Work(ABC):
         return self.call
 
     @final
-    def then(self, callback: Callable[[], None]) -> None:
-        """Run ``callback`` once, on the thread that waits, when the result can be used."""
-        self._finish = (*self._finish, callback)
+    def then(self, step: Callable[[], None]) -> None:
+        """Run ``step`` once, on the thread that waits, when the result can be used."""
+        self._finish = (*self._finish, step)
 
 
 def _emit(
