@@ -362,13 +362,12 @@ def main(
     trees = (HERE.parent, other.resolve())
     for number in range(rounds):
         # The ranks that start first take 1 to 2 % longer for the same.
-        order = trees if number % 2 == 0 else trees[::-1]
+        direction = 1 if number % 2 == 0 else -1
         with (
-            running(order[0], world, names, quick) as first,
-            running(order[1], world, names, quick) as second,
+            running(trees[::direction][0], world, names, quick) as first,
+            running(trees[::direction][1], world, names, quick) as second,
         ):
-            jobs = (first, second) if number % 2 == 0 else (second, first)
-            compare(*jobs, samples, facts)
+            compare(*(first, second)[::direction], samples, facts)
         print(f"round {number + 1} of {rounds}", flush=True)
     show(samples, facts)
 

@@ -71,7 +71,7 @@ def waiting() -> Iterator[None]:
     assert rank is not None
     before = rank.begin_call()
     yield
-    rank.end_call(before)
+    rank.end(before)
 
 
 def last_step(rank: RankTime) -> StepTimes:

@@ -157,7 +157,7 @@ class LoadPlan:
             facts = section["by_rank"][self.rank if restores_per_rank else 0]
             if not self.same_size:
                 self.not_restored.append(name)
-        return decode(facts, _FreshTensors(self, name, restores_per_rank), f"{self.path}: {name}")
+        return decode(facts, _NewTensors(self, name, restores_per_rank), f"{self.path}: {name}")
 
     def differing_members(self, section: Json, name: str) -> set[str]:
         """The members of a dict whose values differed between the ranks that saved."""
@@ -185,7 +185,7 @@ class LoadPlan:
         return self._values[shared.name]
 
 
-class _FreshTensors(Mapping[str, Tensor]):
+class _NewTensors(Mapping[str, Tensor]):
     """The tensors of a value; memory for each is allocated when it is first looked up."""
 
     def __init__(self, plan: LoadPlan, name: str, restores_per_rank: bool) -> None:

@@ -346,7 +346,7 @@ class Group(Transport):
                 return self._launch(request, async_op, is_message, clock)
         finally:
             if clock is not None:
-                clock.end_call(before)
+                clock.end(before)
 
     @final
     def _number_setup(self, signature: CallSignature) -> CollectiveCall:

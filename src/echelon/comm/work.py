@@ -61,7 +61,7 @@ class Work(ABC):
                 self.complete(timeout)
         finally:
             if clock is not None:
-                clock.end_call(before)
+                clock.end(before)
 
     @final
     def complete(self, timeout: float | None = None) -> None:

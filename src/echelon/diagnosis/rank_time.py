@@ -198,16 +198,6 @@ class RankTime:
             self._switch(COMMUNICATION)
         return before
 
-    def end_call(self, before: int) -> None:
-        """``end`` for communication, which does not count as what a rank did for longest."""
-        if before != self._activity:
-            now = self._clock()
-            if now - self._read_mark > _READ_NS:
-                now = self._read_kernel(now)
-            self._spans[self._activity] += now - self._mark
-            self._mark = now
-            self._activity = before
-
     def begin_stages(self) -> int:
         """``begin`` for the stages of a pipeline, each of whose actions begins its own activity."""
         self.rows.call_stage()

@@ -48,8 +48,8 @@ class Unsharder:
         self.order = ExecutionOrder(reducing, self._communicating, ancestors)
         self.keeps_unsharded = self.has_readers = False
         self._prefetched: deque[int] = deque()  # in the order of their unshards
-        # Units of this backward: those unsharded only because other ranks need them, and those
-        # unsharded before the backward has reached them.
+        # Units of this backward: those in whose unshards this rank took part only for other ranks,
+        # and those unsharded before the backward has reached them.
         self._done_for_others: set[int] = set()
         self._unsharded_early: set[int] = set()
         self._may_reach: Callable[[int], bool] = lambda u: False
