@@ -146,10 +146,17 @@ def test_copies_and_ignored_parameters_belong_to_nobody_else() -> None:
     ec.run(main, 2)
 
 
+def put_in_place_of_none(layer: nn.Linear) -> None:
+    """As many entries as before, of which one has another name."""
+    del layer.off
+    layer.register_parameter("gain", nn.Parameter(torch.ones(1)))
+
+
 CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "another parameter": lambda net: setattr(net[0], "weight", nn.Parameter(torch.ones(2, 2))),
     "one parameter more": lambda net: net.register_parameter("scale", nn.Parameter(torch.ones(1))),
     "no bias": lambda net: setattr(net[0], "bias", None),
+    "a parameter instead of none": lambda net: put_in_place_of_none(net[0]),
     "another layer": lambda net: net.__setitem__(1, nn.Linear(2, 2)),
     "one layer more": lambda net: net.append(nn.Linear(2, 2)),
     "no last layer": lambda net: net.__delitem__(1),
@@ -161,6 +168,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_snapshot_is_current_until_the_module_changes(change: str) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].register_parameter("off", None)
     snapshot = ModuleSnapshot(net)
     net(torch.ones(1, 2)).sum().backward()
     assert snapshot.is_current()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, final
 
@@ -142,9 +143,7 @@ class ModuleSnapshot:
         tables: list[dict[str, Any]] = [
             table for m in module.modules() for table in (m._parameters, m._modules)
         ]
-        self._tables, self._lengths = tables, list(map(len, tables))
-        self._tables_of_items = [table for table in tables for _ in table]
-        self._names_of_items = [name for table in tables for name in table]
+        self._tables, self._names = tables, list(map(list, tables))
         self._items = [item for table in tables for item in table.values()]
         self.params = list(module.parameters())
         self._dtypes = [param.dtype for param in self.params]
@@ -152,10 +151,10 @@ class ModuleSnapshot:
 
     def is_current(self) -> bool:
         """Whether the module has the same parameters, of the same dtypes, and trains the same."""
-        items = map(dict.get, self._tables_of_items, self._names_of_items)
+        items = chain.from_iterable(map(dict.values, self._tables))
         return (
-            all(map(is_, items, self._items))
-            and list(map(len, self._tables)) == self._lengths
+            list(map(list, self._tables)) == self._names
+            and all(map(is_, items, self._items))
             and [param.dtype for param in self.params] == self._dtypes
             and [param.requires_grad for param in self.params] == self._trained
         )
