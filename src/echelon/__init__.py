@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from echelon import errors, events, observe, pipeline, testing
-    from echelon.checkpoint.api import async_save, load, save, steps
+    from echelon.checkpoint.api import async_save, load, prepare_run, save, steps
     from echelon.checkpoint.async_save import AsyncSave
     from echelon.checkpoint.loading import Loaded
     from echelon.checkpoint.store_path import StorePath
@@ -169,6 +169,7 @@ __all__ = [
     "parallelize",
     "pipeline",
     "plan",
+    "prepare_run",
     "replay",
     "run",
     "save",
@@ -193,6 +194,7 @@ _HOMES = {
     "Loaded": "echelon.checkpoint.loading",
     "async_save": "echelon.checkpoint.api",
     "load": "echelon.checkpoint.api",
+    "prepare_run": "echelon.checkpoint.api",
     "save": "echelon.checkpoint.api",
     "steps": "echelon.checkpoint.api",
     "DDP": "echelon.ddp",

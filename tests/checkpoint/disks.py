@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from echelon.checkpoint import files, save_lock
-from echelon.process import file_lock
+from echelon.process import atomic_files, file_lock
 
 __all__ = ["Call", "Disk", "FailAt", "KillAt", "Point", "Strike", "lets"]
 
@@ -158,11 +158,13 @@ class Disk:
 
     def __enter__(self) -> Self:
         files.os, files.shutil, save_lock.os = self.os, self.shutil, self.os
+        atomic_files.os, atomic_files.shutil = self.os, self.shutil
         file_lock.fcntl = self.fcntl
         return self
 
     def __exit__(self, *_: object) -> None:
         files.os, files.shutil, save_lock.os = os, shutil, os
+        atomic_files.os, atomic_files.shutil = os, shutil
         file_lock.fcntl = fcntl
 
     def aim(self, strike: Strike) -> None:

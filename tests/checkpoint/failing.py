@@ -29,6 +29,7 @@ CHANGED = "the model is changed in part: load again"
 RETENTION = [("scandir", "root"), ("rename", "step"), ("rmtree", "removed")]
 RETENTION += [("open", "root"), ("fsync", "root")]
 RETENTION += [("open", "manifest"), ("fstat", "manifest"), ("preadv", "manifest")]
+RETENTION += [("scandir", "step")]
 
 
 @dataclass(frozen=True)

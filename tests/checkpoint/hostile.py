@@ -124,7 +124,7 @@ def manifests(canary: Path, most: int = MOST) -> dict[str, Callable[[], bytes]]:
         "pieces of 1e18 elements": with_piece(0, 0, 10**18, 64, "0" * 16),
         "pieces at 1e18": with_piece(0, 0, 8, 10**18, "0" * 16),
         "pieces of NaN": with_piece(0, 0, float("nan"), 64, "0" * 16),
-        "schema 3": with_field(("schema",), 3),
+        "schema 4": with_field(("schema",), 4),
         "schema 1e19": with_field(("schema",), 10**19),
         "many pieces too many": lambda: with_pieces(most // 300),
         "another checksum": lambda: data[:13] + b"0" * 16 + data[29:],

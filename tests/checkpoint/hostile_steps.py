@@ -197,7 +197,7 @@ def _manifests() -> Iterator[Change]:
     yield "no pieces", lambda found: tensor(found).update(pieces=[])
     yield "a piece outside", lambda found: tensor(found)["pieces"][0].__setitem__(0, 7)
     yield "an unknown dtype", lambda found: tensor(found).update(dtype="OBJECT")
-    for schema in (0, 3, 10**6, "1", True, None, [1], 1.0):
+    for schema in (0, 4, 10**6, "1", True, None, [1], 1.0):
         yield f"schema {schema!r}", lambda found, schema=schema: found.update(schema=schema)
     yield "no schema", lambda found: found.pop("schema")
     yield "another step", lambda found: found.update(step=2)

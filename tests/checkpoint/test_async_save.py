@@ -139,12 +139,11 @@ def hear_of_it(world: World, folder: Path, disk: Disk) -> None:
     trainee = LAYOUTS["ddp2"].trainee(world)
     trainee.train(0)
     full = r"^rank 1: .*rank-00001\.safetensors: No space left on device \(errno 28\)$"
-    fail(world, disk, folder, trainee, 1)
-    before = copy.deepcopy(whole_state(trainee))
+    saving = fail(world, disk, folder, trainee, 1)
+    trainee.train(1)  # no step raises it: ranks hear of it at different moments
     with pytest.raises(CheckpointError, match=full):
-        trainee.train(1)
-    check_equal(whole_state(trainee), before)  # it was before the step
-    trainee.optimizer.step()  # told once
+        saving.poll()
+    assert saving.poll()  # told once
     for call in (ec.save, ec.async_save):
         fail(world, disk, folder, trainee, 2)
         with pytest.raises(CheckpointError, match=full):
@@ -166,6 +165,32 @@ def test_an_error_is_told_by_whatever_comes_next(tmp_path: Path) -> None:
     with Disk() as disk:
         ec.run(hear_of_it, 2, args=(tmp_path, disk))
     assert ec.steps(tmp_path) == [2]
+
+
+def ask_while_ranks_differ(world: World, folder: Path, gate: Gate) -> None:
+    """The thread of rank 1 ends while that of rank 0 is held."""
+    trainee = LAYOUTS["ddp2"].trainee(world)
+    trainee.train(0)
+    group = world.group
+    saving = ec.async_save(folder, step=1, **given(trainee))
+    assert not saving.poll()
+    with pytest.raises(CheckpointError, match=r"is still being saved after 0\.01 s"):
+        saving.wait(0.01)
+    group.barrier()
+    if world.rank == 0:
+        gate.opened.set()
+    asked = 0
+    while not saving.poll():
+        asked += 1
+        time.sleep(0.001 * world.rank)
+    assert {*group.all_gather_object(asked)} == {asked}  # all at the same call
+    assert saving.wait(60.0) == saving.path
+
+
+def test_all_ranks_agree_on_whether_a_save_has_ended(tmp_path: Path) -> None:
+    gate = Gate()
+    with Disk(gate):
+        ec.run(ask_while_ranks_differ, 2, args=(tmp_path, gate))
 
 
 def leave(world: World, folder: Path, fails: bool) -> None:

@@ -70,11 +70,11 @@ def test_the_error_names_the_file_and_the_tensor() -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 def test_a_newer_schema_is_told_from_damage_and_asks_for_an_upgrade(first: bool) -> None:
     members: dict[str, Any] = {"unheard": {"of": [[1, 2, 3, 4, 5]] * 100}}
-    members = {"schema": 3, **members} if first else {**members, "schema": 3}
+    members = {"schema": 4, **members} if first else {**members, "schema": 4}
     data = sealed(json.dumps(members, separators=(",", ":")).encode()[1:])
-    with pytest.raises(CheckpointTooNew, match=r"schema 3.*up to 2\..*upgrade echelon") as caught:
+    with pytest.raises(CheckpointTooNew, match=r"schema 4.*up to 3\..*upgrade echelon") as caught:
         Manifest.parse(data, "x")
-    assert (caught.value.schema, caught.value.known, caught.value.path) == (3, 2, "x")
+    assert (caught.value.schema, caught.value.known, caught.value.path) == (4, 3, "x")
     with pytest.raises(CheckpointCorrupt, match="its checksum is"):
         Manifest.parse(data.replace(b"unheard", b"unhearD"), "x")
 

@@ -9,11 +9,13 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations import memory
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import echelon as ec
 from echelon.checkpoint import object_store
+from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.store_path import StorePath
 from echelon.cli.checkpoint_commands import app
 from echelon.comm.world import World
@@ -28,6 +30,12 @@ __all__ = ["store"]  # a fixture
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+
+
+def file_in(folder: str, rank: int = 0) -> str:
+    """The path of the file of a rank in a step, whose name has a nonce."""
+    (path,) = fsspec.filesystem("memory").glob(f"{folder}/rank-{rank:05d}-*.safetensors")
+    return f"memory://{path.lstrip('/')}"
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -188,16 +196,18 @@ def test_a_flipped_bit_anywhere_is_refused_and_names_its_file(store: str) -> Non
 def test_a_missing_truncated_or_additional_file_is_refused(store: str) -> None:
     ec.save(store, step=1, model=model_of(0))
     system, folder = fsspec.filesystem("memory"), f"{store}/step-000000001"
-    path, manifest = f"{folder}/rank-00000.safetensors", f"{folder}/manifest.json"
+    path, manifest = file_in(folder), f"{folder}/manifest.json"
     data, text = system.cat_file(path), system.cat_file(manifest)
     system.pipe_file(path, data[:-1])
     with pytest.raises(CheckpointCorrupt, match=f"has {len(data) - 1} bytes instead of"):
         ec.load(store, model=model_of(1))
     system.rm_file(path)
-    with pytest.raises(CheckpointCorrupt, match=r"rank-00000\.safetensors: the file is not there"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"-[0-9a-f]{16}\.safetensors: the file is not there"
+    ):
         ec.load(store, model=model_of(1))
     system.pipe_file(path, data)
-    system.pipe_file(f"{folder}/rank-00001.safetensors", data)
+    system.pipe_file(f"{folder}/more.safetensors", data)
     with pytest.raises(CheckpointCorrupt, match="the checkpoint has no such file"):
         ec.load(store, model=model_of(1))
     system.rm_file(manifest)
@@ -210,7 +220,7 @@ def test_a_damaged_step_is_replaced_and_a_whole_one_is_not(store: str) -> None:
     ec.save(store, step=1, model=model_of(0))
     with pytest.raises(CheckpointError, match="was saved already, and what is committed is never"):
         ec.save(store, step=1, model=model_of(1))
-    path = f"{store}/step-000000001/rank-00000.safetensors"
+    path = file_in(f"{store}/step-000000001")
     system = fsspec.filesystem("memory")
     system.pipe_file(path, system.cat_file(path)[:-1] + b"?")
     ec.save(store, step=1, model=model_of(1))
@@ -262,7 +272,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(
 
 def test_a_newer_version_is_neither_replaced_nor_removed(store: str) -> None:
     path = ec.save(store, step=1, model=model_of(0))
-    newer = sealed(b'"schema":3,"parts":{}}')
+    newer = sealed(b'"schema":4,"parts":{}}')
     fsspec.filesystem("memory").pipe_file(f"{path}/manifest.json", newer)
     with pytest.raises(ec.CheckpointTooNew):
         ec.save(store, step=1, model=model_of(0))
@@ -285,7 +295,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_committed(
     real = StorePath.call
 
     def call(self: StorePath, operation: Any, *expected: Any) -> Any:
-        if self.name == f"rank-0000{rank}.safetensors":
+        if self.name.startswith(f"rank-0000{rank}-"):
             operation = refuse
         return real(self, operation, *expected)
 
@@ -295,7 +305,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_committed(
     monkeypatch.setattr(StorePath, "call", call)
     messages = ec.run(fails_on_one, 2, args=(store, rank))
     assert messages[0] == messages[1]
-    assert f"rank {rank}: {store}/step-000000001/rank-0000{rank}.safetensors" in messages[0]
+    assert f"rank {rank}: {store}/step-000000001/rank-0000{rank}-" in messages[0]
     assert "RuntimeError: Access Denied by the store" in messages[0]
     monkeypatch.undo()
     assert objects(store) == {}
@@ -331,6 +341,59 @@ def test_large_files_are_read_in_blocks(store: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(loaded.weight, model.weight)
 
 
+@pytest.mark.parametrize("late", ["close", "pipe_file"], ids=["file", "manifest"])
+def test_an_upload_that_arrives_late_changes_no_step(
+    store: str, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The first call of its kind is carried out when a second save of the step has ended."""
+    monkeypatch.setattr(time_limits, "STORE_CALL_S", 0.3)
+    arrives, threads = threading.Event(), []
+    owner: Any = memory.MemoryFile if late == "close" else memory.MemoryFileSystem
+    real = getattr(owner, late)
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        if threading.current_thread().name == "echelon store" and not threads:
+            threads.append(threading.current_thread())
+            assert arrives.wait(60)
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(owner, late, call)
+    with pytest.raises(CheckpointError, match=r"the store has not answered for 0\.3 s"):
+        ec.save(store, step=1, model=model_of(0), rng=False)
+    assert ec.steps(store) == []
+    if late == "pipe_file":  # until it is known what becomes of it, nobody else commits this step
+        with pytest.raises(CheckpointError, match="has not answered an earlier call"):
+            ec.save(store, step=1, model=model_of(1), rng=False)
+        ec.save(store, step=2, model=model_of(2), rng=False)
+        left = {1: 0, 2: 2}
+    else:
+        ec.save(store, step=1, model=model_of(1), rng=False)
+        left = {1: 1}
+    arrives.set()
+    threads[0].join()
+    assert ec.steps(store) == [*left]
+    for step, seed in left.items():
+        model = model_of(9)
+        ec.load(store, step=step, model=model)
+        assert torch.equal(model[0].weight, model_of(seed)[0].weight)
+
+
+def test_an_overwritten_step_has_the_new_files_and_later_steps_go(store: str) -> None:
+    for step in (1, 2, 3):
+        ec.save(store, step=step, model=model_of(step))
+    ec.save(store, step=2, model=model_of(7), overwrite=True)
+    assert (ec.steps(store), len(objects(store))) == ([1, 2], 4)
+    model = model_of(0)
+    assert ec.load(store, model=model).step == 2
+    assert torch.equal(model[0].weight, model_of(7)[0].weight)
+
+
+def test_nobody_saves_among_the_steps_of_another_writer(store: str) -> None:
+    storage_of(StorePath(store)).claim(StorePath(store), "accelerate")
+    with pytest.raises(CheckpointError, match="holds steps that save_state of Accelerate"):
+        ec.save(store, step=1, model=model_of(0), keep=1)
+
+
 def command(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
@@ -352,7 +415,7 @@ def test_the_commands_read_stores(store: str, tmp_path: Path) -> None:
     assert (code, "only echelon's own format" in output) == (2, True)
     code, output = command("verify", f"{store}/nothing")
     assert (code, "no step was committed here" in output) == (2, True)
-    name = f"{store}/a/step-000000001/rank-00000.safetensors"
+    name = file_in(f"{store}/a/step-000000001")
     system = fsspec.filesystem("memory")
     system.pipe_file(name, system.cat_file(name)[:-1] + b"?")
     code, output = command("verify", f"{store}/a")

@@ -1,7 +1,8 @@
-"""A step is never replaced if it is whole, and always if it is damaged."""
+"""What is replaced: a damaged step always, a whole one or one of others only on request."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.checkpoint import saving
+from echelon.checkpoint import files, saving
 from echelon.comm.world import World
 from echelon.errors import CheckpointError
+from echelon.process import atomic_files
 from tests.checkpoint.disks import Act, Call, Disk
 
 SAVES = {"save": ec.save, "async_save": ec.async_save}
@@ -84,31 +86,120 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return act
 
 
+def add_file(step: Path) -> None:
+    (step / "mine.txt").write_text("mine")
+
+
+FOREIGN = [
+    replace_by(lambda step: step.symlink_to(step.with_name("aside"))),
+    replace_by(lambda step: step.symlink_to("nowhere")),
+    replace_by(lambda step: step.write_text("a file")),
+    replace_by(os.mkfifo),
+    add_file,
+]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         flip,
         empty,
-        replace_by(lambda step: step.symlink_to(step.with_name("aside"))),
-        replace_by(lambda step: step.symlink_to("nowhere")),
-        replace_by(lambda step: step.write_text("a file")),
-        replace_by(os.mkfifo),
+        *FOREIGN,
     ],
-    ids=["flipped", "empty", "link", "broken link", "file", "pipe"],
+    ids=["flipped", "empty", "link", "broken link", "file", "pipe", "a file more"],
 )
-def test_a_step_that_is_damaged_is_replaced(
+def test_a_step_that_is_damaged_is_replaced_and_what_we_have_not_written_only_on_request(
     damage: Callable[[Path], object], tmp_path: Path
 ) -> None:
     model = nn.Linear(2, 2)
     ec.save(tmp_path, step=2, model=nn.Linear(2, 2))
     damage(tmp_path / "step-000000002")
-    ec.save(tmp_path, step=2, model=model)
+    if damage in FOREIGN:
+        with pytest.raises(CheckpointError, match="no save has written, so it is not replaced"):
+            ec.save(tmp_path, step=2, model=model)
+    ec.save(tmp_path, step=2, model=model, overwrite=damage in FOREIGN)
     found = nn.Linear(2, 2)
     ec.load(tmp_path, model=found)
     assert torch.equal(found.weight, model.weight)
     ec.save(tmp_path, step=3, model=model)
     names = {path.name for path in tmp_path.iterdir()} - {"aside"}
     assert names == {".lock", "step-000000002", "step-000000003"}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_an_overwritten_step_is_the_newest_and_what_nobody_saved_stays(
+    save: Callable[..., object], tmp_path: Path
+) -> None:
+    for step in (1, 2, 3, 4):
+        ec.save(tmp_path, step=step, value=step)
+    (tmp_path / ".saving-notes").mkdir()
+    mine = tmp_path / "step-000000004" / "mine.txt"
+    mine.write_text("mine")
+    with pytest.raises(CheckpointError, match="comes after step 2, which is to be overwritten"):
+        save(tmp_path, step=2, value=20, overwrite=True)
+    mine.unlink()
+    save(tmp_path, step=2, value=20, overwrite=True)
+    ec.load(tmp_path)  # when it is saved
+    assert ec.steps(tmp_path) == [1, 2]
+    add_file(tmp_path / "step-000000001")
+    assert ec.load(tmp_path, step=2).values == {"value": 20}
+    ec.save(tmp_path, step=5, value=5, keep=1)
+    assert ec.steps(tmp_path) == [1, 5]
+    names = {".lock", ".saving-notes", "step-000000001", "step-000000005"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_file_system_without_an_exchange_refuses_to_overwrite_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ec.save(tmp_path, step=1, value=1)
+    for code in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):
+        monkeypatch.setattr(atomic_files, "_renameat2", lambda *_, code=code: code)
+        with pytest.raises(CheckpointError) as info:
+            ec.save(tmp_path, step=1, value=2, overwrite=True)
+        assert info.value.errno == (errno.EXDEV if code == errno.EXDEV else errno.ENOTSUP)
+        assert ec.load(tmp_path).values == {"value": 1}
+    ec.save(tmp_path, step=2, value=2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock", "step-000000001", "step-000000002"
+    }  # fmt: skip
+
+
+def prepares(world: World, folder: str, after: int | None) -> str:
+    try:
+        ec.prepare_run(folder, after=after, group=world.group)
+    except CheckpointError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_run_that_would_overwrite_is_told_at_its_start_on_all_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+
+    def told(after: int | None) -> str:
+        (text,) = {*ec.run(prepares, 2, args=(str(folder), after))}
+        return text
+
+    assert told(None) == "fine"
+    assert folder.is_dir()
+    for step in (10, 20):
+        ec.save(folder, step=step, value=1)
+    assert "begins, and the folder has 2 steps, up to 20 already" in told(None)
+    assert "goes on after step 10, and the folder has step 20 already" in told(10)
+    assert told(20) == "fine"
+    assert (
+        "this is a step that was saved"
+        in ec.run(prepares, 1, args=(str(folder / "step-000000010"), None))[0]
+    )
+    files.claim(folder, "lightning")
+    for text in (told(20), *(raised_by(save, folder) for save in SAVES.values())):
+        assert "holds steps that a strategy for Lightning has saved" in text
+
+
+def raised_by(save: Callable[..., object], folder: Path) -> str:
+    with pytest.raises(CheckpointError) as info:
+        save(folder, step=30, value=1)
+    return str(info.value)
 
 
 class OneAfterTheOther:

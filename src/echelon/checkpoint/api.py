@@ -1,4 +1,4 @@
-"""``save``, ``async_save``, ``load`` and ``steps``: training states in folders of steps."""
+"""``save``, ``async_save``, ``load``, ``steps``, ``prepare_run``: states in folders of steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.checkpoint.loading import (
 )
 from echelon.checkpoint.place import Folder, place_of, storage_of
 from echelon.checkpoint.records import MAX_STEP, step_name
-from echelon.checkpoint.saving import Saving, SkippedSave
+from echelon.checkpoint.saving import SaveOptions, Saving, SkippedSave, check_run
 from echelon.checkpoint.step_storage import Place
 from echelon.comm.group import Group
 from echelon.diagnosis.rank_time import during
@@ -45,6 +45,7 @@ def save(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     keep: int | None = None,
+    overwrite: bool = False,
     rng: bool = True,
     group: Group | None = None,
     **state: object,
@@ -58,10 +59,12 @@ def save(
     Args:
         directory: of the run; each step is a folder in it. On several hosts, one that all see. A
             path, or the URL of an object store, such as ``s3://bucket/runs/a``.
-        step: number of the step; a step is never saved twice.
+        step: number of the step; a step is never saved twice, unless ``overwrite``.
         model: plain, or shared by ``DDP``, ``FSDP``, ``Pipeline`` or any of them inside another.
         optimizer: over its parameters.
         keep: how many steps to leave, this one among them; None: all.
+        overwrite: whether a step of this number is replaced, at one instant. Later steps, which are
+            of the training that is left, are removed then.
         rng: whether the random generators of every rank are saved.
         group: the ranks that share the state; needed only for plain modules on several ranks.
         state: anything else by name: further models and optimizers, objects that have
@@ -72,8 +75,9 @@ def save(
 
     Raises:
         ArgumentError: an argument or a value cannot be saved, or ranks ask for different saves.
-        CheckpointError: a rank could not write; names it, the path and the errno. Nothing is
-            committed, and older steps are as they were.
+        CheckpointError: there is such a step, or the folder has those of an integration; or a rank
+            could not write: names it, the path and the errno. Nothing is committed, and older steps
+            are as they were.
         CheckpointTooNew: a newer version of echelon has saved the step.
         StateError: in the middle of a training step, or the states of ranks are of different steps.
 
@@ -88,7 +92,30 @@ def save(
         (3, 1)
     """
     items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
-    return _begin("save", directory, step, items, keep=keep, rng=rng).finish()
+    options = SaveOptions(keep=keep, overwrite=overwrite)
+    return _begin("save", directory, step, items, options, rng=rng).finish()
+
+
+def save_as(
+    writer: str,
+    directory: Folder,
+    *,
+    step: int,
+    keep: int | None,
+    group: Group,
+    items: Mapping[str, object],
+) -> Place:
+    """As ``save``, for an integration, whose steps nobody else removes or adds to.
+
+    Args:
+        writer: its name.
+        items: what is saved, by name.
+    """
+    main = {name: items.get(name) for name in ("model", "optimizer")}
+    rest = {name: item for name, item in items.items() if name not in main}
+    options = SaveOptions(keep=keep, writer=writer)
+    sorted_items = _sorted_items(main, rest, group)
+    return _begin("save", directory, step, sorted_items, options, rng=True).finish()
 
 
 @during(Activity.SAVING)
@@ -99,6 +126,7 @@ def async_save(
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     keep: int | None = None,
+    overwrite: bool = False,
     rng: bool = True,
     group: Group | None = None,
     **state: object,
@@ -117,13 +145,13 @@ def async_save(
             later is raised as ``AsyncSave`` says.
     """
     items = _sorted_items({"model": model, "optimizer": optimizer}, state, group)
-    saving = _begin("async_save", directory, step, items, keep=keep, rng=rng)
+    options = SaveOptions(keep=keep, overwrite=overwrite)
+    saving = _begin("async_save", directory, step, items, options, rng=rng)
     if isinstance(saving, SkippedSave):
-        return AsyncSave(saving, saving.target, [], lambda finish: lambda: None)
+        return AsyncSave(saving, saving.target, None, lambda finish: lambda: None)
     try:  # from here on all ranks are in async_save
         background = AsyncSaver.of(items.group)
-        optimizers = [*items.optimizers.values()]
-        return background.start(saving, saving.target, optimizers, items.device)
+        return background.start(saving, saving.target, items.group, items.device)
     except BaseException:
         saving.abandon()
         raise
@@ -233,6 +261,54 @@ def steps(directory: Folder) -> list[int]:
         raise named(error, None) from error
 
 
+def prepare_run(
+    directory: Folder, *, after: int | None = None, group: Group | None = None
+) -> Place:
+    """Make the folder of a run, and learn before the first step what its first save would raise.
+
+    A training calls it when it begins: with the step that it has loaded, or without one. Steps that
+    it would come to again are then an error at once, and not after hours. A training that is to
+    replace them saves with ``overwrite=True``, and does not call it. In a replay it does nothing.
+
+    Args:
+        directory: of the run, as for ``save``.
+        after: the step that was loaded; None: the training begins.
+        group: the ranks, all of which call it and raise the same; None: this rank looks alone.
+
+    Returns:
+        The folder of the run.
+
+    Raises:
+        ArgumentError: ``directory`` is no place, or the ranks name different ones.
+        CheckpointError: there are steps later than ``after``; or the folder cannot be made, is that
+            of a step, has the steps of an integration, or another save into it is under way.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> prepare_run(folder).name == save(folder, step=3, epoch=1).parent.name
+        True
+        >>> prepare_run(folder, after=3) == prepare_run(folder, after=7)
+        True
+    """
+    root = place_of(directory)
+    after = None if after is None else checks.integer("after", after, high=MAX_STEP)
+    checks.instance("group", group, Group, or_none=True)
+    world = entered()
+    if world is not None and world.is_replay:
+        return root
+    coordinator = Coordinator(group, root)
+    request = {"directory": str(root), "after": after}
+    is_first = coordinator.rank == 0
+
+    def look() -> None:
+        if is_first:
+            check_run(root, -1 if after is None else after)
+
+    coordinator.run_on_all("a run to prepare", look, request)
+    return root
+
+
 def _sorted_items(
     main: Mapping[str, object], state: Mapping[str, object], group: Group | None
 ) -> CheckpointItems:
@@ -269,19 +345,21 @@ def _begin(
     directory: Folder,
     step: int,
     items: CheckpointItems,
+    options: SaveOptions,
     *,
-    keep: int | None,
     rng: bool,
 ) -> Saving | SkippedSave:
     """Check the arguments of a save, and begin it on all ranks; not in a replay."""
     checks.flag("rng", rng)
+    checks.flag("overwrite", options.overwrite)
+    if options.keep is not None:
+        options = replace(options, keep=checks.integer("keep", options.keep, low=1))
     step = checks.integer("step", step, high=MAX_STEP)
     root = place_of(directory)
-    keep = None if keep is None else checks.integer("keep", keep, low=1)
     world = entered()
     if world is not None and world.is_replay:
         return SkippedSave(root / step_name(step))
     _settle(items.group)
-    saving = Saving(Coordinator(items.group, root), root, step, keep)
+    saving = Saving(Coordinator(items.group, root), root, step, options)
     saving.begin(call, items, rng=rng)
     return saving

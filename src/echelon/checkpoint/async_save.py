@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from echelon import checks
 from echelon.checkpoint.saving import Saving, SkippedSave
@@ -37,14 +36,15 @@ _ALIGN_NBYTES = 64
 class AsyncSave:
     """A save that is under way.
 
-    If it fails, its error is raised once on all ranks, by the first of: ``wait``, the next step of
-    an optimizer that is saved, the next save, and the end of the world or of the script, which has
-    failed then.
+    If it fails, it fails on all ranks, and its error is raised once on each, by the first of these
+    calls, which all ranks make: ``wait``, ``poll``, the next save or load, and the end of the world
+    or of the script, which has failed then. Nothing else raises it: ranks hear of it at different
+    moments, and one that left its training alone would leave the others waiting.
 
     Args:
         saving: writes on another thread, which starts here; in a replay it writes nothing.
         path: the folder of the step.
-        optimizers: the optimizers that are saved.
+        group: the ranks that save; None: this rank alone.
         at_end: registers a function for the regular end of the world or the script.
 
     Attributes:
@@ -62,25 +62,39 @@ class AsyncSave:
         self,
         saving: Saving | SkippedSave,
         path: Place,
-        optimizers: Sequence[Optimizer],
+        group: Group | None,
         at_end: AtEnd,
     ) -> None:
         self.path = path
+        self._group = group
         self._error: BaseException | None = None
         self._was_raised = False
         self._thread = run_in_background("echelon save", self._run, saving)
-        self._removals: list[Callable[[], None]] = [at_end(self.finish)]
-        for optimizer in optimizers:
-            hook = optimizer.register_step_pre_hook(lambda *_: self._raise_error())
-            self._removals.append(hook.remove)
+        self._remove_at_end = at_end(self.finish)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Whether it has ended on this rank, with or without an error; ranks differ in it."""
         return not self._thread.is_alive()
 
+    def poll(self) -> bool:
+        """Whether it has ended on all ranks, which agree on it in a small collective.
+
+        A training that is to stop soon after a save has failed calls it now and then.
+
+        Returns:
+            The same on all ranks.
+
+        Raises:
+            CheckpointError: it failed, and the error was not raised before. On all ranks.
+        """
+        if not self._is_done_on_all():
+            return False
+        self.finish()
+        return True
+
     def wait(self, timeout: float | None = None) -> Place:
-        """Return when the step is committed.
+        """Return when the step is committed. All ranks call it.
 
         Args:
             timeout: seconds; None: as long as it takes.
@@ -89,14 +103,14 @@ class AsyncSave:
             The folder of the step.
 
         Raises:
-            CheckpointError: it failed, or time is up and it goes on.
+            CheckpointError: it failed; or time is up, and it goes on on some rank. On all ranks.
         """
         if timeout is not None:
             timeout = checks.positive("timeout", timeout, threading.TIMEOUT_MAX)
         self._thread.join(timeout)
-        if not self.done:
+        if timeout is not None and not self._is_done_on_all():
             raise CheckpointError(f"is still being saved after {timeout} s", self.path)
-        self._remove_hooks()
+        self._remove_at_end()
         if self._error is not None:
             self._was_raised = True
             raise self._error
@@ -105,8 +119,10 @@ class AsyncSave:
     def finish(self) -> None:
         """Return when it has ended; raise its error if it was not raised before."""
         self._thread.join()
-        self._remove_hooks()
-        self._raise_error()
+        self._remove_at_end()
+        if self._error is not None and not self._was_raised:
+            self._was_raised = True
+            raise self._error
 
     def _run(self, saving: Saving | SkippedSave) -> None:
         try:
@@ -114,15 +130,11 @@ class AsyncSave:
         except BaseException as error:  # raised by the next call
             self._error = error
 
-    def _raise_error(self) -> None:
-        if self.done and self._error is not None and not self._was_raised:
-            self._was_raised = True
-            raise self._error
-
-    def _remove_hooks(self) -> None:
-        for remove in self._removals:
-            remove()
-        self._removals.clear()
+    def _is_done_on_all(self) -> bool:
+        if self._group is None:
+            return self.done
+        done = self._group.all_gather_bytes(bytes([self.done]), label="end of a save")
+        return all(part == b"\1" for part in done)
 
 
 @final
@@ -178,12 +190,12 @@ class AsyncSaver:
             last.finish()
 
     def start(
-        self, saving: Saving, path: Place, optimizers: Sequence[Optimizer], device: torch.device
+        self, saving: Saving, path: Place, group: Group | None, device: torch.device
     ) -> AsyncSave:
         """Copy what ``saving`` writes, and have it write the copies on another thread."""
         saving.hand_over(self.group)
         saving.prepare(lambda: self._copy(saving, device))
-        self._last = AsyncSave(saving, path, optimizers, self._at_end)
+        self._last = AsyncSave(saving, path, group, self._at_end)
         return self._last
 
     def _copy(self, saving: Saving, device: torch.device) -> None:

@@ -20,8 +20,8 @@ from echelon.checkpoint.records import (
     MAX_STEP,
     SavedFile,
     SavedTensor,
-    is_file_name,
     is_tensor_name,
+    rank_of,
 )
 from echelon.errors import ArgumentError
 from echelon.values.untrusted_json import brief
@@ -80,13 +80,14 @@ def check_manifest(
 
 
 def _check_files(files: tuple[SavedFile, ...]) -> None:
-    last = ""
+    last, last_rank = "", -1
     for file in files:
-        if not is_file_name(file.name):
+        rank = rank_of(file.name)
+        if rank is None:
             raise Inconsistent(f"a file is named {brief(file.name)}, which is no name of a file")
-        if (len(file.name), file.name) <= (len(last), last):
+        if rank <= last_rank:
             raise Inconsistent(f"file {file.name} comes after {last}; files come by rank, once")
-        last = file.name
+        last, last_rank = file.name, rank
         if not (
             is_size(file.nbytes)
             and is_size(file.header_nbytes, _MAX_HEADER + 1)

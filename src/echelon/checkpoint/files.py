@@ -6,10 +6,12 @@
       .lock                      held by the save that is under way
       .saving-000000020-1f3c…/   what it has written; becomes a step, or is swept away
       .removing-7ab2…/           what retention takes away, or a damaged step
+      .written-by-lightning      if not ec.save, but an integration has the steps of this folder
       step-000000010/            committed, and never written again
 
 But for the lock (``save_lock.py``), nothing else in this package writes to a disk. Every call may
-raise ``OSError``, which names the file or folder.
+raise ``OSError``, which names the file or folder. What has other names than these, in the folder of
+a run or in that of a step, is never removed.
 
 [Note: early writeback]
 Without it the kernel keeps what was written until ``fsync``, and the disk is idle meanwhile: two
@@ -20,22 +22,33 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
 from echelon.checkpoint.checksum import Checksum
-from echelon.checkpoint.records import MANIFEST, step_name, step_of
+from echelon.checkpoint.records import (
+    MANIFEST,
+    WRITTEN_BY,
+    Replaced,
+    is_file_name,
+    step_name,
+    step_of,
+)
 from echelon.errors import CheckpointCorrupt, CheckpointError
+from echelon.process.atomic_files import exchange, naming, remove_folder, sync_folder
 from echelon.process.operating_system import c_function
 
 _SAVING, _REMOVING = ".saving-", ".removing-"
+_LEFT = re.compile(rf"{_SAVING}[0-9]{{9}}-[0-9a-f]{{32}}|{_REMOVING}[0-9a-f]{{32}}")
+_LOCK = ".lock"
 _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
 _READ_NBYTES = 1 << 30  # macOS refuses to read 2 GiB at a time
 # Windows has the first and no other.
@@ -99,29 +112,6 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(memoryview(data))
 
 
-def sync_folder(path: Path) -> None:
-    """Sync the entries of a folder to disk; Windows has no call for it."""
-    if sys.platform == "win32":
-        return
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    with naming(path):
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the path to an error; calls that take a descriptor do not know it."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, and sync them to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
@@ -158,15 +148,34 @@ def make_temporary(root: Path, step: int) -> Path:
 def sweep(root: Path) -> None:
     """Remove what killed saves left in ``root``. The caller holds the lock."""
     for entry in _entries(root):
-        if entry.name.startswith((_SAVING, _REMOVING)):
+        if _LEFT.fullmatch(entry.name):
             remove(Path(entry.path))
 
 
-def commit(temporary: Path, root: Path, step: int, *, replaces: bool) -> Path:
+def writers(root: Path) -> list[str]:
+    """The integrations whose steps a folder has; none if they are those of ``ec.save``."""
+    names = (entry.name for entry in _entries(root))
+    return sorted(name.removeprefix(WRITTEN_BY) for name in names if name.startswith(WRITTEN_BY))
+
+
+def claim(root: Path, writer: str) -> None:
+    """Note that the steps of a folder are those of an integration. The caller holds the lock."""
+    write_file(root / f"{WRITTEN_BY}{writer}", b"")
+    sync_folder(root)
+
+
+def has_others(folder: Path) -> bool:
+    """Whether the folder of a step has anything that no save has written."""
+    names = (entry.name for entry in _entries(folder))
+    return any(name != MANIFEST and not is_file_name(name) for name in names)
+
+
+def commit(temporary: Path, root: Path, step: int, replaced: Replaced) -> Path:
     """Make a complete folder a step by one rename, and return the folder of the step.
 
     Args:
-        replaces: whether there is a damaged step of this number, which is removed.
+        replaced: what there is of this number. A damaged step is removed; a whole one is exchanged
+            for the new one, so that there is no moment with neither.
 
     Raises:
         OSError: the step was not committed.
@@ -175,24 +184,30 @@ def commit(temporary: Path, root: Path, step: int, *, replaces: bool) -> Path:
     """
     target = root / step_name(step)
     sync_folder(temporary)
-    aside = _set_aside(target) if replaces else None
-    if aside is None and target.exists():  # a rename would replace an empty folder
+    aside = _set_aside(target) if replaced is Replaced.DAMAGED else None
+    if replaced is Replaced.WHOLE:
+        exchange(temporary, target)
+        aside = temporary
+    elif aside is None and os.path.lexists(target):  # a rename would replace an empty folder
         raise CheckpointError("there is such a step already, and steps are never replaced", target)
-    os.rename(temporary, target)
+    else:
+        os.rename(temporary, target)
     try:
         sync_folder(root)
     except OSError as error:
-        _take_back(target, temporary, error)
+        _take_back(target, temporary, error, exchange if aside == temporary else os.rename)
         raise
     if aside is not None:
         discard(aside)
     return target
 
 
-def _take_back(target: Path, temporary: Path, cause: OSError) -> None:
+def _take_back(
+    target: Path, temporary: Path, cause: OSError, undo: Callable[[Path, Path], None]
+) -> None:
     """Undo a commit that may or may not have reached the disk."""
     try:
-        os.rename(target, temporary)
+        undo(target, temporary)
     except OSError as error:
         raise CheckpointError(
             f"is saved, but may not outlive a loss of power: {cause}", target, errno=cause.errno
@@ -227,6 +242,24 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         os.unlink(path)
+
+
+def remove_run(root: Path, writer: str) -> bool:
+    """Remove the steps of an integration, and their folder if nothing else is in it.
+
+    Nobody finds a part of it, and nobody saves there.
+
+    Returns:
+        Whether all of it is gone.
+    """
+    folders = [root / step_name(step) for step in steps(root)]
+    ours = [folder for folder in folders if not has_others(folder)]
+    names = {entry.name for entry in _entries(root) if not _LEFT.fullmatch(entry.name)}
+    if names - {_LOCK, f"{WRITTEN_BY}{writer}", *(folder.name for folder in ours)}:
+        remove_steps(ours)
+        return False
+    remove_folder(root)
+    return True
 
 
 # Reading -------------------------------------------------------------------------------------

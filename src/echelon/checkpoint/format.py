@@ -26,8 +26,9 @@ and no older step is loaded in its place. Anything that this text does not allow
 The other members are exactly these. They are written in this order, and read in any order:
 
 ``schema``
-    ``2`` if the manifest has the dtype ``"C128"`` in it, else ``1``. A reader accepts it in any
-    place. There is no tensor of C128 in schema 1; otherwise the two are the same.
+    ``3`` if the name of a file has a nonce, else ``2`` if the manifest has the dtype ``"C128"`` in
+    it, else ``1``. A reader accepts it in any place. There is no tensor of C128 in schema 1, and no
+    nonce in 1 and 2; otherwise the three are the same.
 ``step``
     the step, from 0 to 999,999,999.
 ``world``
@@ -40,7 +41,10 @@ The other members are exactly these. They are written in this order, and read in
 ``files``
     an array of objects, by rank. ``name``; ``nbytes``, the length of the file; ``header_nbytes``,
     the number of bytes before the data, that is 8 + the length of the JSON text with its spaces;
-    ``header_checksum``, that of these bytes. A rank that wrote nothing has no file.
+    ``header_checksum``, that of these bytes. A rank that wrote nothing has no file. In an object
+    store, a name has "-" and a nonce of 16 hex digits before its ".safetensors", which no other
+    save has: a late upload of a save that was given up can then replace nothing. Files of ranks
+    that the manifest does not name are no part of the step there.
 ``tensors``
     an object, by name. Each is an object of ``dtype``, a name of safetensors' such as ``"F32"``,
     or ``"C128"``; ``shape``, an array; ``pieces``; and ``ties``, an array of further names of the
@@ -82,13 +86,14 @@ from echelon.checkpoint.records import (
     SavedFile,
     SavedPiece,
     SavedTensor,
+    has_nonce,
     is_tensor_name,
 )
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointTooNew
 from echelon.values.untrusted_json import Json, brief, read_json, write_json
 from echelon.values.value_types import COMPLEX128, is_size
 
-SCHEMA = 2  # the newest
+SCHEMA = 3  # the newest
 PREFIX_NBYTES = 64  # the first bytes of a manifest, which contain its schema
 _MEMORY = 160 * 2**20  # bytes that reading may take beside the file and the pieces
 _PREFIX, _CHECKSUM_END = b'{"checksum":"', b'",'  # around the 16 digits
@@ -221,6 +226,8 @@ def _schema(manifest: Manifest) -> int:
     """The oldest schema that has what is in the manifest, so that older versions can read it."""
     sections = write_json(dict(manifest.sections), "the manifest")
     dtypes = {tensor.dtype for tensor in manifest.tensors.values()}
+    if any(has_nonce(file.name) for file in manifest.files):
+        return 3
     return 2 if COMPLEX128 in dtypes or f'"{COMPLEX128}"'.encode() in sections else 1
 
 
@@ -267,6 +274,8 @@ def _manifest(content: Json, schema: int) -> Manifest:
         tensors={name: _tensor(name, content) for name, content in tensors.items()},
         sections=_dict(members["sections"], "sections"),
     )
+    if schema < 3 and any(has_nonce(file.name) for file in manifest.files):
+        raise Inconsistent(f"there is no file with a nonce in schema {schema}")
     for name, tensor in manifest.tensors.items():
         if schema == 1 and tensor.dtype == COMPLEX128:
             raise Inconsistent(f"there is no {COMPLEX128} in schema 1", name)

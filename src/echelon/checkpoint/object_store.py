@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import final
 
-from echelon.checkpoint.records import MANIFEST, is_file_name, step_name, step_of
+from echelon.checkpoint.records import (
+    MANIFEST,
+    WRITTEN_BY,
+    Replaced,
+    file_name,
+    is_file_name,
+    step_name,
+    step_of,
+)
 from echelon.checkpoint.step_storage import FileInProgress, OpenFile, StepStorage, refuse_steps
 from echelon.checkpoint.store_path import StorePath, Upload
 from echelon.errors import CheckpointCorrupt, CheckpointError
@@ -21,7 +30,8 @@ class ObjectStore(StepStorage[StorePath]):
     A store has no lock that ends with its holder, so two jobs that save into one run at the same
     time are not refused. They cannot make a step of files of both: the manifest is created only
     where there is none, and only if the files have the sizes that it says; their bytes are compared
-    with its checksums at each load.
+    with its checksums at each load. Each save gives its files names of their own, so that an upload
+    that was given up, and arrives later, replaces nothing.
     """
 
     max_open_files = 16  # each has a block in memory
@@ -49,37 +59,57 @@ class ObjectStore(StepStorage[StorePath]):
             place for place in places if step_of(place.name) is not None and self.is_step(place)
         )
         for step, names in _folders(root).items():
-            if MANIFEST not in names:
-                _remove_files(root / step_name(step), names)
+            folder = root / step_name(step)
+            if MANIFEST not in names and not (folder / MANIFEST).is_unanswered:
+                _remove_files(folder, names)
+
+    def writers(self, root: StorePath) -> list[str]:
+        names = [name for name in root.sizes() if name.startswith(WRITTEN_BY)]
+        return sorted(name.removeprefix(WRITTEN_BY) for name in names)
+
+    def claim(self, root: StorePath, writer: str) -> None:
+        (root / f"{WRITTEN_BY}{writer}").replace(b"")
 
     def holds(self, target: StorePath) -> bool:
         return self.is_step(target)
 
-    def make_temporary(self, root: StorePath, step: int) -> StorePath:
+    def has_others(self, target: StorePath) -> bool:
+        return False  # they stay when a step is removed
+
+    def make_temporary(self, root: StorePath, step: int, replaced: Replaced) -> StorePath:
         folder = root / step_name(step)
-        self._remove(folder)  # a damaged step, whose files would be taken for those of this one
+        (folder / MANIFEST).refuse_unanswered()
+        if replaced is not Replaced.WHOLE:
+            self._remove(folder)  # also what a job that saves at the same time has uploaded
         return folder
+
+    def file_name(self, temporary: StorePath, rank: int) -> str:
+        return file_name(rank, uuid.uuid4().hex[:16])
 
     def create(self, path: StorePath) -> FileInProgress:
         return Upload(path)
 
     def commit(
         self, temporary: StorePath, target: StorePath, manifest: bytes, sizes: Mapping[str, int],
-        *, replaces: bool
+        replaced: Replaced
     ) -> None:  # fmt: skip
         there = target.sizes(depth=2)
         for name in sorted(sizes.keys() - there.keys()):
             raise CheckpointError("was removed while it was saved: by another job?", target / name)
-        if MANIFEST in there:
+        overwrites = replaced is Replaced.WHOLE
+        if MANIFEST in there and not overwrites:
             raise CheckpointError("another job has saved this step meanwhile", target)
         _check_sizes(target, there, sizes)
         path = target / MANIFEST
         try:
-            path.create(manifest)
+            (path.replace if overwrites else path.create)(manifest)
         except (CheckpointError, FileExistsError) as error:
             # The answer to a write that has succeeded may be lost, and the second try refused.
             if not self._is(path, manifest):
-                raise CheckpointError(f"could not be committed: {error}", target) from error
+                late = "; it may still come to be, whole" if path.is_unanswered else ""
+                raise CheckpointError(f"could not be committed: {error}{late}", target) from error
+        if overwrites:
+            _remove_files(target, there.keys() - sizes)
 
     def _is(self, path: StorePath, data: bytes) -> bool:
         try:
@@ -92,7 +122,8 @@ class ObjectStore(StepStorage[StorePath]):
     def discard(self, temporary: StorePath) -> None:
         try:
             names = temporary.sizes()
-            if MANIFEST not in names:  # otherwise it is a step, if of another job
+            # Otherwise it is a step, if of another job, or may become one by a late answer.
+            if MANIFEST not in names and not (temporary / MANIFEST).is_unanswered:
                 _remove_files(temporary, names)
         except CheckpointError:
             pass  # the failure itself is raised; the next save sweeps
@@ -166,6 +197,8 @@ def _folders(root: StorePath) -> dict[int, dict[str, int]]:
 
 def _check_sizes(folder: StorePath, there: Mapping[str, int], sizes: Mapping[str, int]) -> None:
     for name in sorted(there.keys() - sizes - {MANIFEST}):
+        if is_file_name(name):
+            continue  # a late upload of a save that was given up, or of a step that was replaced
         raise CheckpointCorrupt("the checkpoint has no such file", folder / name)
     for name, nbytes in sizes.items():
         if there[name] != nbytes:
@@ -175,5 +208,5 @@ def _check_sizes(folder: StorePath, there: Mapping[str, int], sizes: Mapping[str
 def _remove_files(folder: StorePath, names: Iterable[str]) -> None:
     """Remove the files of ranks; what else is there was not saved by us."""
     for name in names:
-        if is_file_name(name):
+        if is_file_name(name) and not (folder / name).is_unanswered:
             (folder / name).remove()

@@ -12,7 +12,7 @@ from typing import Any, final
 from echelon.checkpoint import files, save_lock
 from echelon.checkpoint.coordinator import named
 from echelon.checkpoint.object_store import ObjectStore
-from echelon.checkpoint.records import MANIFEST, step_of
+from echelon.checkpoint.records import MANIFEST, Replaced, file_name, step_of
 from echelon.checkpoint.step_storage import (
     FileInProgress,
     OpenFile,
@@ -61,20 +61,32 @@ class Disk(StepStorage[Path]):
     def holds(self, target: Path) -> bool:
         return target.is_symlink() or target.exists()
 
-    def make_temporary(self, root: Path, step: int) -> Path:
+    def make_temporary(self, root: Path, step: int, replaced: Replaced) -> Path:
         return files.make_temporary(root, step)
+
+    def writers(self, root: Path) -> list[str]:
+        return files.writers(root)
+
+    def claim(self, root: Path, writer: str) -> None:
+        files.claim(root, writer)
+
+    def has_others(self, target: Path) -> bool:
+        return not self.is_step(target) or files.has_others(target)
+
+    def file_name(self, temporary: Path, rank: int) -> str:
+        return file_name(rank)
 
     def create(self, path: Path) -> FileInProgress:
         return files.NewFile(path)
 
     def commit(
         self, temporary: Path, target: Path, manifest: bytes, sizes: Mapping[str, int],
-        *, replaces: bool
+        replaced: Replaced
     ) -> None:  # fmt: skip
         files.write_file(temporary / MANIFEST, manifest)
         step = step_of(target.name)
         assert step is not None
-        files.commit(temporary, target.parent, step, replaces=replaces)
+        files.commit(temporary, target.parent, step, replaced)
 
     def discard(self, temporary: Path) -> None:
         files.discard(temporary)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from echelon.checkpoint.files import NOFOLLOW, naming
+from echelon.checkpoint.files import NOFOLLOW
+from echelon.process.atomic_files import naming
 from echelon.process.file_lock import lock_file, unlock_file
 from echelon.process.operating_system import at_fork
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import final
 
@@ -31,7 +31,7 @@ from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.header import header
 from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.place import storage_of
-from echelon.checkpoint.records import SavedFile, file_name, step_name
+from echelon.checkpoint.records import Replaced, SavedFile, step_name
 from echelon.checkpoint.saved_step import is_whole
 from echelon.checkpoint.sections import Json, Section, merge_sections
 from echelon.checkpoint.step_storage import Place
@@ -42,20 +42,38 @@ from echelon.version import __version__
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What a save does with the steps that are there.
+
+    Attributes:
+        keep: how many steps are left afterwards; None: all.
+        overwrite: whether a step of this number is replaced, and later ones are removed.
+        writer: the integration whose steps they are; None: ``ec.save``.
+    """
+
+    keep: int | None = None
+    overwrite: bool = False
+    writer: str | None = None
+
+
+@final
 class Saving:
     """One save of the ranks of ``coordinator``, all of which call its methods in their order.
 
     Args:
         root: the folder of the run.
-        keep: how many steps are left afterwards; None: all.
     """
 
-    def __init__(self, coordinator: Coordinator, root: Place, step: int, keep: int | None) -> None:
-        self._coordinator, self._root, self._step, self._keep = coordinator, root, step, keep
+    def __init__(
+        self, coordinator: Coordinator, root: Place, step: int, options: SaveOptions
+    ) -> None:
+        self._coordinator, self._root, self._step = coordinator, root, step
+        self._options = options
         self._storage = storage_of(root)
         self._lock = ExitStack()  # holds the lock of the folder, on rank 0
         self._temporary: Place | None = None
-        self._replaces = False
+        self._replaced = Replaced.NOTHING
         self._sections: dict[str, Section] = {}
         self._items: list[WriteItem] = []
         self._facts: dict[str, Json] = {}
@@ -78,7 +96,8 @@ class Saving:
             "call": call,
             "directory": str(self._root),
             "step": self._step,
-            "keep": self._keep,
+            "keep": self._options.keep,
+            "overwrite": self._options.overwrite,
             "rng": rng,
             "names": items.names,
             "kinds": items.kinds,
@@ -129,17 +148,33 @@ class Saving:
                 "folder of its own",
                 self._root,
             ) from error
-        target = self.target
-        if self._storage.holds(target):
-            if is_whole(target):
-                raise self._refusal(
-                    "this step was saved already, and what is committed is never replaced: go "
-                    "on from it by ec.load, or save under another step or into another folder",
-                    target,
-                )
-            self._replaces = True
-        self._temporary = self._storage.make_temporary(self._root, self._step)
+        self._storage.check_writer(self._root, self._options.writer)
+        if self._options.overwrite:
+            self._storage.check_later(self._root, self._step)
+        if self._storage.holds(self.target):
+            self._replaced = self._what_is_there()
+        self._temporary = self._storage.make_temporary(self._root, self._step, self._replaced)
         return self._temporary.name
+
+    def _what_is_there(self) -> Replaced:
+        """What has the name of the step already, if it may be replaced."""
+        target = self.target
+        if self._storage.has_others(target) and not self._options.overwrite:
+            raise CheckpointError(
+                "is no step, or has files that no save has written, so it is not replaced: move it "
+                "away, or say overwrite=True",
+                target,
+            )
+        if not is_whole(target):
+            return Replaced.DAMAGED
+        if not self._options.overwrite:
+            raise self._refusal(
+                "this step was saved already, and what is committed is never replaced: go on from "
+                "it by ec.load, or save under another step or into another folder, or with "
+                "overwrite=True. ec.prepare_run finds it before the first step",
+                target,
+            )
+        return Replaced.WHOLE
 
     def _refusal(self, what: str, path: Place) -> CheckpointError:
         """The error for a folder that is in use, perhaps by another rank of the same script."""
@@ -201,7 +236,8 @@ class Saving:
         if self._error is not None:
             raise self._error
         assert self._temporary is not None
-        path = self._temporary / file_name(self._coordinator.rank)
+        name = self._storage.file_name(self._temporary, self._coordinator.rank)
+        path = self._temporary / name
         head = header([item.entry for item in self._items])
         with self._storage.create(path) as file:
             head_checksum = file.write(memoryview(head))
@@ -237,19 +273,20 @@ class Saving:
             sections=sections,
         )
         target, sizes = self.target, {file.name: file.nbytes for file in manifest.files}
-        self._storage.commit(
-            self._temporary, target, manifest.dump(), sizes, replaces=self._replaces
-        )
+        self._storage.commit(self._temporary, target, manifest.dump(), sizes, self._replaced)
         self._temporary = None
-        if self._keep is not None:
-            try:
-                self._storage.prune(self._root, self._step, self._keep)
-            except OSError as error:
-                raise CheckpointError(
-                    f"is saved; but an older step could not be removed: {error}",
-                    target,
-                    errno=error.errno,
-                ) from error
+        try:
+            if self._options.overwrite:
+                self._storage.remove_later(self._root, self._step)
+            if self._options.keep is not None:
+                self._storage.prune(self._root, self._step, self._options.keep)
+        except OSError as error:
+            older = "a later" if self._options.keep is None else "an older"
+            raise CheckpointError(
+                f"is saved; but {older} step could not be removed: {error}",
+                target,
+                errno=error.errno,
+            ) from error
 
 
 @final
@@ -266,6 +303,31 @@ class SkippedSave:
     def finish(self) -> Place:
         """The folder of the step."""
         return self.target
+
+
+def check_run(root: Place, after: int) -> None:
+    """Raise what the saves of a training would raise that goes on from a step.
+
+    Raises:
+        CheckpointError: there are later steps, or nothing can be saved there.
+    """
+    storage = storage_of(root)
+    with ExitStack() as lock:
+        try:
+            storage.prepare(root, lock)
+        except BlockingIOError as error:
+            raise CheckpointError("another save into this folder is under way", root) from error
+        storage.check_writer(root, None)
+        later = [step for step in storage.steps(root) if step > after]
+    if later:
+        steps = f"step {later[0]}" if len(later) == 1 else f"{len(later)} steps, up to {later[-1]}"
+        begins = "begins" if after < 0 else f"goes on after step {after}"
+        raise CheckpointError(
+            f"this training {begins}, and the folder has {steps} already, which its saves would "
+            "come to again: go on from there by ec.load, take another folder, or save with "
+            "overwrite=True and leave prepare_run out",
+            root,
+        )
 
 
 def _versions() -> dict[str, str]:

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar, final
 
-from echelon.checkpoint.format import PREFIX_NBYTES, newer_schema
-from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, step_name
+from echelon.checkpoint.format import PREFIX_NBYTES, SCHEMA, newer_schema
+from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, Replaced, step_name
 from echelon.checkpoint.store_path import StorePath
-from echelon.errors import CheckpointCorrupt, CheckpointError
+from echelon.errors import CheckpointCorrupt, CheckpointError, CheckpointTooNew
 
 Place = Path | StorePath
+# What the writers of steps are called in sentences.
+_OWNERS = {
+    None: "ec.save",
+    "accelerate": "save_state of Accelerate",
+    "lightning": "a strategy for Lightning",
+}
 PlaceType = TypeVar("PlaceType", Path, StorePath)
 
 
@@ -94,12 +100,50 @@ class StepStorage(ABC, Generic[PlaceType]):
         """
 
     @abstractmethod
+    def writers(self, root: PlaceType) -> list[str]:
+        """The integrations whose steps a run has; none if they are those of ``ec.save``."""
+
+    @abstractmethod
+    def claim(self, root: PlaceType, writer: str) -> None:
+        """Note that the steps of a run are those of an integration."""
+
+    @final
+    def check_writer(self, root: PlaceType, writer: str | None) -> None:
+        """Refuse to save among the steps of another writer, which retention would remove.
+
+        Args:
+            writer: the integration that saves; None: ``ec.save``.
+
+        Raises:
+            CheckpointError: the steps there are those of another one.
+        """
+        known = self.writers(root)
+        if known in ([], [writer]) and (writer is None or known or not self.steps(root)):
+            if writer is not None and not known:
+                self.claim(root, writer)
+            return
+        owner = _OWNERS.get(known[0], known[0]) if known else "ec.save"
+        raise CheckpointError(
+            f"holds steps that {owner} has saved, which {_OWNERS.get(writer, writer)} would remove "
+            "or hide: save into another folder",
+            root,
+        )
+
+    @abstractmethod
     def holds(self, target: PlaceType) -> bool:
         """Whether something is where the folder of a step would be."""
 
     @abstractmethod
-    def make_temporary(self, root: PlaceType, step: int) -> PlaceType:
+    def make_temporary(self, root: PlaceType, step: int, replaced: Replaced) -> PlaceType:
         """The folder that the files of a step are written into."""
+
+    @abstractmethod
+    def has_others(self, target: PlaceType) -> bool:
+        """Whether removing a step would remove what no save has written."""
+
+    @abstractmethod
+    def file_name(self, temporary: PlaceType, rank: int) -> str:
+        """The name of the file that a rank writes."""
 
     @abstractmethod
     def create(self, path: PlaceType) -> FileInProgress:
@@ -108,13 +152,13 @@ class StepStorage(ABC, Generic[PlaceType]):
     @abstractmethod
     def commit(
         self, temporary: PlaceType, target: PlaceType, manifest: bytes, sizes: Mapping[str, int],
-        *, replaces: bool
+        replaced: Replaced
     ) -> None:  # fmt: skip
         """Make what was written the step ``target``, by one operation.
 
         Args:
             sizes: of the files that were written.
-            replaces: whether there is a damaged step of this number, which is removed.
+            replaced: what is there, and goes.
         """
 
     @abstractmethod
@@ -130,22 +174,59 @@ class StepStorage(ABC, Generic[PlaceType]):
         """Remove all but the newest ``keep`` steps up to ``step``, which was just committed.
 
         Folders that this version cannot read are neither removed nor counted: those without a
-        manifest, and steps that a newer version wrote.
+        manifest, and steps that a newer version wrote. Neither are those with a file that no save
+        has written.
         """
         folders: list[PlaceType] = [root / step_name(n) for n in self.steps(root) if n < step]
-        folders = [folder for folder in folders if self._is_known(folder)]
+        folders = [folder for folder in folders if self._may_go(folder)]
         folders.append(root / step_name(step))
         self.remove_steps(folders[:-keep])
 
-    def _is_known(self, folder: PlaceType) -> bool:
-        """Whether a folder is a step of a schema that this version knows."""
+    @final
+    def remove_later(self, root: PlaceType, step: int) -> None:
+        """Remove the steps after ``step``, which has begun the training anew from there."""
+        for folder in reversed(self._later(root, step)):  # so that a kill leaves no gap
+            self.remove_steps([folder])
+
+    @final
+    def check_later(self, root: PlaceType, step: int) -> None:
+        """Refuse to overwrite a training of which not all can be removed.
+
+        Raises:
+            CheckpointError: a later step has files that no save has written.
+            CheckpointTooNew: a newer version of echelon has saved one.
+        """
+        for folder in self._later(root, step):
+            schema = None
+            if self.has_others(folder):
+                raise CheckpointError(
+                    f"comes after step {step}, which is to be overwritten, and has files that no "
+                    "save has written: move them away",
+                    folder,
+                )
+            with suppress(CheckpointCorrupt):  # it is removed
+                schema = self._newer_schema(folder)
+            if schema is not None:
+                raise CheckpointTooNew(schema, SCHEMA, folder)
+
+    def _later(self, root: PlaceType, step: int) -> list[PlaceType]:
+        return [root / step_name(n) for n in self.steps(root) if n > step]
+
+    def _may_go(self, folder: PlaceType) -> bool:
+        """Whether a folder is a step of a schema that this version knows, and nothing else."""
+        if self.has_others(folder):
+            return False
         try:
-            with closing(self.open(folder / MANIFEST)) as file:
-                prefix = bytearray(min(file.nbytes, PREFIX_NBYTES))
-                file.read_into(memoryview(prefix), 0)
+            return self._newer_schema(folder) is None
         except CheckpointCorrupt:
             return False
-        return newer_schema(bytes(prefix)) is None
+
+    def _newer_schema(self, folder: PlaceType) -> int | None:
+        """The schema of a step that a newer version has saved."""
+        with closing(self.open(folder / MANIFEST)) as file:
+            prefix = bytearray(min(file.nbytes, PREFIX_NBYTES))
+            file.read_into(memoryview(prefix), 0)
+        return newer_schema(bytes(prefix))
 
     @final
     def read_manifest(self, folder: PlaceType) -> bytes:

@@ -7,6 +7,7 @@ fsspec keeps one for each process.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ from echelon.process.background_threads import run_in_background
 Result = TypeVar("Result")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://[^/].*")
+_unanswered: dict[str, threading.Thread] = {}  # calls that were given up, by URL
 _CHUNK_NBYTES = 8 << 20  # hashed and then given to fsspec, which sends larger parts
 
 
@@ -111,6 +113,7 @@ class StorePath:
         if results:
             return results[0]
         if not errors:
+            _unanswered[self.url] = thread
             raise CheckpointError(
                 f"the store has not answered for {time_limits.STORE_CALL_S:g} s", self
             )
@@ -161,12 +164,34 @@ class StorePath:
         Raises:
             FileExistsError: there is one.
         """
+        self.refuse_unanswered()
         self.call(lambda fs, key: fs.pipe_file(key, data, mode="create"), FileExistsError)
+
+    def replace(self, data: bytes) -> None:
+        """Write this file at once, in place of the one that may be there."""
+        self.refuse_unanswered()
+        self.call(lambda fs, key: fs.pipe_file(key, data, mode="overwrite"))
 
     def remove(self) -> None:
         """Remove this file, if it is there."""
+        self.refuse_unanswered()
         with suppress(FileNotFoundError):
             self.call(lambda fs, key: fs.rm_file(key), FileNotFoundError)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether a call of this process that was given up may still be carried out."""
+        thread = _unanswered.get(self.url)
+        return thread is not None and thread.is_alive()
+
+    def refuse_unanswered(self) -> None:
+        """Refuse to change a file that an earlier call may change later."""
+        if self.is_unanswered:
+            raise CheckpointError(
+                "the store has not answered an earlier call for this object, which may still be "
+                "carried out: save another step, or start again",
+                self,
+            )
 
 
 @final
