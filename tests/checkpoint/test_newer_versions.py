@@ -21,7 +21,7 @@ SAVES = {"save": ec.save, "async_save": ec.async_save}
 
 def make_newer(step: Path) -> dict[str, bytes]:
     """Let a step be of a schema that is not known here; its files."""
-    found = {"schema": 3, "parts": {"manifest-0.bin": [1, 2, 3]}}
+    found = {"schema": 4, "parts": {"manifest-0.bin": [1, 2, 3]}}
     content = json.dumps(found, separators=(",", ":")).encode()[1:]
     (step / "manifest.json").write_bytes(sealed(content))
     return files_of(step)
@@ -54,7 +54,7 @@ def load_all(world: World, folder: Path) -> list[str]:
         with pytest.raises(CheckpointTooNew) as info:
             ec.load(folder, model=model, group=world.group, **options)
         texts.append(str(info.value))
-        assert (info.value.schema, info.value.known) == (3, 2)
+        assert (info.value.schema, info.value.known) == (4, 3)
     assert torch.equal(model.weight, before)
     assert ec.load(folder, model=model, step=1, group=world.group).step == 1
     return texts
@@ -107,5 +107,5 @@ def test_ls_and_verify_say_that_a_step_is_newer_and_not_damaged(tmp_path: Path) 
         assert result.exit_code == 1
         text = " ".join(result.output.replace("|", " ").split())  # a table folds its cells
         assert "not known here" in text
-        assert "written by a newer version of echelon, in schema 3" in text
+        assert "written by a newer version of echelon, in schema 4" in text
         assert "damaged" not in text

@@ -294,6 +294,19 @@ def _foreign(path: Path) -> FileExistsError:
     )
 
 
+def sync_tree(folder: Path) -> None:
+    """Sync all files and folders in a draft to disk, which others may have written."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(os.path.join(path, name), os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _BINARY)
+            with naming(Path(path, name)):
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        sync_folder(Path(path))
+
+
 def remove_folder(path: Path) -> None:
     """Remove a folder that is ours, with all in it; nobody finds a part of it.
 

@@ -98,6 +98,13 @@ def test_a_state_replaces_the_one_before_and_has_everything(tmp_path: Path) -> N
     assert all(map(torch.equal, before, after))
     assert torch.equal(torch.rand(1), drawn[1])
 
+    ec.save(tmp_path / "run", step=7, value=1)
+    with pytest.raises(ec.CheckpointError, match=r"holds steps that ec\.save has saved"):
+        accelerator.save_state(tmp_path / "run")
+    with pytest.raises(ec.CheckpointError, match="holds steps that save_state of Accelerate has"):
+        ec.save(tmp_path / "state", step=7, value=1, keep=1)
+    assert (ec.steps(tmp_path / "run"), ec.steps(tmp_path / "state")) == ([7], [1])
+
     naming = ProjectConfiguration(
         str(tmp_path / "project"), automatic_checkpoint_naming=True, total_limit=2
     )

@@ -92,7 +92,8 @@ def named_optimizer(tree: nn.Module, groups: Iterable[Mapping[str, Any]]) -> Opt
 
 
 # Names that ``save`` does not take for values.
-_RESERVED = {"model", "optimizer", "directory", "step", "keep", "rng", "group", PER_RANK_PREFIX}
+_RESERVED = {"model", "optimizer", "directory", "step", "keep", "overwrite", "rng", "group"}
+_RESERVED |= {PER_RANK_PREFIX}
 
 
 @final

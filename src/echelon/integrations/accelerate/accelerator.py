@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from echelon.c10d.default_group import start_default_group
-from echelon.checkpoint.api import load, save, steps
+from echelon.checkpoint.api import load, save_as, steps
 from echelon.checkpoint.place import Folder
 from echelon.comm.streams import is_cpu
 from echelon.ddp import DDP
@@ -311,6 +311,10 @@ class EchelonAccelerator(Accelerator):
             The folder of the step inside ``output_dir``, which replaces the one before. With
             ``automatic_checkpoint_naming`` these are steps of ``checkpoints`` in ``project_dir``,
             of which ``total_limit`` stay.
+
+        Raises:
+            CheckpointError: the folder has steps that ``ec.save`` has saved, which this would
+                remove; or a rank could not write. On all ranks.
         """
         if kwargs or not safe_serialization:
             raise UnsupportedError(
@@ -324,7 +328,8 @@ class EchelonAccelerator(Accelerator):
         # The newest is the same on all ranks: no later step is committed before all are here.
         step = max(steps(folder), default=-1) + 1
         items = {**state_items(self), "accumulated": self.step}
-        path = save(folder, step=step, keep=keep, group=self.world.group, **items)
+        group = self.world.group
+        path = save_as("accelerate", folder, step=step, keep=keep, group=group, items=items)
         config.iteration = step + 1
         return str(path)
 

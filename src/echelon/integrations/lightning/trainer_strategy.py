@@ -28,7 +28,7 @@ from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.fsdp import FSDP, MixedPrecision, Strategy
 from echelon.fsdp.units import Rule
-from echelon.integrations.lightning.checkpoint_folder import CheckpointFolder, remove_checkpoint
+from echelon.integrations.lightning.checkpoint_folder import CheckpointFolder
 from echelon.integrations.lightning.launched_ranks import LaunchedRanks
 from echelon.integrations.lightning.lightning_file import load_states
 from echelon.integrations.lightning.technique import Parallel, Technique
@@ -273,9 +273,9 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         """Nothing is left to load."""
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, on rank 0."""
-        if self.is_global_zero:
-            remove_checkpoint(filepath)
+        """Remove a checkpoint of this strategy or a file of Lightning's. All ranks call it."""
+        if not self._is_interrupted:
+            CheckpointFolder(self.broadcast(str(filepath)), self._meet().group).remove()
 
     @property
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:

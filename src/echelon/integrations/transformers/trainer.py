@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import rotate_checkpoints
 
 from echelon.checkpoint.api import load, save
+from echelon.checkpoint.coordinator import Coordinator
 from echelon.errors import UnsupportedError
 from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule
@@ -30,6 +30,7 @@ from echelon.integrations.transformers.stage_training import StageTraining, caus
 from echelon.integrations.transformers.trainer_checkpoint import (
     PREFIX,
     new_folder,
+    rotate,
     state_folder,
     state_in,
 )
@@ -264,9 +265,10 @@ class EchelonTraining(_Base):
             self._note_best(run)
             if self.args.should_save:
                 self._write_trainer_state(folder)
-        if self.args.should_save:
-            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            rotate_checkpoints(str(run), limit, best, use_mtime=True)
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        Coordinator(group, run).run_on_first(
+            "the rotation of checkpoints", lambda: rotate(run, step, limit, best)
+        )
 
     def _note_best(self, run: Path) -> None:
         best = self.state.best_global_step
