@@ -90,6 +90,22 @@ def test_the_two_newest_attempts_that_failed_and_pinned_stretches_stay(tmp_path:
     assert attempt_of(tmp_path, "attempt-0004") == attempts(tmp_path)[2]
 
 
+def test_what_no_run_has_written_stays(tmp_path: Path) -> None:
+    for name in ("notes.txt", "attempt-0009", "stretch-000000007"):
+        (tmp_path / "elsewhere" / name).mkdir(parents=True)
+    (attempt := new_attempt(tmp_path)).close()
+    for first_step in (1, 101, 201):
+        checkpoint(attempt, first_step)
+    (attempt.stretch(1).path / "notes.txt").touch()
+    (attempt.path / "stretch-000000007").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "attempt-0009").symlink_to(tmp_path / "elsewhere")
+    attempt.prune(keep=1)
+    assert [stretch.first_step for stretch in attempt.stretches()] == [1, 201]
+    assert new_attempt(tmp_path).number == 2
+    assert [attempt.number for attempt in attempts(tmp_path)] == [1, 2]
+    assert len([*(tmp_path / "elsewhere").iterdir()]) == 3
+
+
 def test_a_name_with_a_path_is_no_attempt(tmp_path: Path) -> None:
     with pytest.raises(BlackboxCorrupt, match="has no attempt"):
         attempt_of(tmp_path, "../attempt-0004x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from echelon.errors import CheckpointCorrupt, CheckpointError
+from echelon.process.atomic_files import draft_folder
 
 _METADATA = ".metadata"
 
@@ -35,7 +35,7 @@ def read_dcp(path: Path) -> dict[str, Any]:
     for entry in path.iterdir():
         if not (entry.is_file() or entry.is_dir()):  # a read of a pipe would wait for a writer
             raise CheckpointCorrupt("is no ordinary file", entry)
-    with tempfile.TemporaryDirectory(prefix=".reading-", dir=path.parent) as folder:
+    with draft_folder(path) as folder:
         file = os.path.join(folder, "state.pt")
         try:
             dcp_to_torch_save(path, file)

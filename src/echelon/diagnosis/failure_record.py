@@ -35,6 +35,7 @@ from echelon.errors import (
     StartMismatch,
 )
 from echelon.errors.message_text import message_of, printable
+from echelon.process.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from echelon.diagnosis.collective_call import CollectiveCall
@@ -272,11 +273,11 @@ class FailureRecord:
         }
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        part.write_text(f'{{"message": {json.dumps(torchrun)}, "echelon": {self.dump()}}}')
-        part.replace(target)
+        content = f'{{"message": {json.dumps(torchrun)}, "echelon": {self.dump()}}}'
+        replace_file(target, content.encode(), sync=False)
         if self.stacks:
-            target.with_name(STACKS_FILE.format(target.stem)).write_text(self.stacks)
+            stacks = target.with_name(STACKS_FILE.format(target.stem))
+            replace_file(stacks, self.stacks.encode("utf-8", "backslashreplace"), sync=False)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FailureRecord | None:

@@ -21,7 +21,6 @@ stretch: the checkpoint of a stretch is written while its first steps run alread
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,15 @@ from typing import NamedTuple, final
 
 from echelon.checkpoint import files
 from echelon.errors import BlackboxCorrupt
+from echelon.process.atomic_files import is_folder, remove_folder
 
 NAME = "blackbox"
 FACTS = "job.json"
 _ATTEMPT = re.compile(r"attempt-([0-9]{4,9})")
 _STRETCH = re.compile(r"stretch-([0-9]{9})")
 _PINNED, _NOT_FINITE, _CLOSED = "pinned", "not-finite", "closed"
+_IN_STRETCH = re.compile(rf"checkpoint|rank-[0-9]{{5,9}}\.steps|{_PINNED}|{_NOT_FINITE}")
+_IN_ATTEMPT = re.compile(rf"{re.escape(FACTS)}|{_CLOSED}|{_STRETCH.pattern}|\.{re.escape(FACTS)}.*")
 _KEPT_FAILURES = 2  # attempts without an orderly end that the next ones leave
 
 
@@ -95,8 +97,8 @@ class StretchFolder:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether somebody has asked to keep it."""
-        return (self.path / _PINNED).exists()
+        """Whether somebody has asked to keep it, or has put something of theirs there."""
+        return (self.path / _PINNED).exists() or _has_others(self.path, _IN_STRETCH)
 
     @property
     def is_not_finite(self) -> bool:
@@ -154,33 +156,41 @@ class AttemptFolder:
 
     def stretches(self) -> list[StretchFolder]:
         """All stretches, in the order of their steps."""
-        numbers = (_number(_STRETCH, path) for path in self.path.iterdir())
+        numbers = (_number(_STRETCH, path) for path in self.path.iterdir() if is_folder(path))
         return [self.stretch(number) for number in sorted(n for n in numbers if n is not None)]
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether it has a pinned stretch, or something that no run has written."""
+        return _has_others(self.path, _IN_ATTEMPT) or any(
+            stretch.is_pinned for stretch in self.stretches()
+        )
 
     def prune(self, keep: int) -> None:
         """Remove the stretches that are not needed any more."""
         for first_step in needless([stretch.state for stretch in self.stretches()], keep):
-            shutil.rmtree(self.stretch(first_step).path)
+            remove_folder(self.stretch(first_step).path)
 
 
 def attempts(root: Path) -> list[AttemptFolder]:
     """All attempts in the folder of a black box, in their order; none if there is no folder."""
     if not root.is_dir():
         return []
-    numbers = (_number(_ATTEMPT, path) for path in root.iterdir())
+    numbers = (_number(_ATTEMPT, path) for path in root.iterdir() if is_folder(path))
     return [_attempt(root, number) for number in sorted(n for n in numbers if n is not None)]
 
 
 def new_attempt(root: Path) -> AttemptFolder:
     """Make the folder of the next attempt, and remove earlier ones that nobody needs.
 
-    Pinned stretches stay, and so do the two newest attempts that have failed.
+    Pinned stretches stay, and so do the two newest attempts that have failed, and what has
+    something in it that no run has written.
     """
     earlier = attempts(root)
     failed = [attempt for attempt in earlier if not attempt.is_closed][-_KEPT_FAILURES:]
     for attempt in earlier:
-        if attempt not in failed and not any(stretch.is_pinned for stretch in attempt.stretches()):
-            shutil.rmtree(attempt.path)
+        if attempt not in failed and not attempt.must_stay:
+            remove_folder(attempt.path)
     attempt = _attempt(root, max((attempt.number for attempt in earlier), default=0) + 1)
     attempt.path.mkdir(parents=True)
     return attempt
@@ -201,3 +211,8 @@ def _attempt(root: Path, number: int) -> AttemptFolder:
 def _number(pattern: re.Pattern[str], path: Path) -> int | None:
     match = pattern.fullmatch(path.name)
     return None if match is None else int(match[1])
+
+
+def _has_others(folder: Path, ours: re.Pattern[str]) -> bool:
+    """Whether there is something in a folder that no run has written."""
+    return any(ours.fullmatch(path.name) is None for path in folder.iterdir())

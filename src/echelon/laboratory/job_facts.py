@@ -15,11 +15,11 @@ from typing import Any, Self, final
 
 import torch
 
-from echelon.checkpoint import files
 from echelon.checkpoint.checksum import checksum
 from echelon.comm.streams import local_device
 from echelon.comm.world import World
 from echelon.errors import BlackboxCorrupt, CheckpointCorrupt
+from echelon.process.atomic_files import replace_file
 from echelon.values.untrusted_json import read_json, write_json
 from echelon.version import __version__
 
@@ -82,14 +82,12 @@ class JobFacts:
         )
 
     def write(self, path: Path) -> None:
-        """Write them to a new file, which is there whole or not at all.
+        """Write them to a file, which is there whole or not at all.
 
         Raises:
             OSError: that cannot be done.
         """
-        new = path.with_name(f".{path.name}")
-        files.write_file(new, write_json({"format": FORMAT, **asdict(self)}, "facts of a job"))
-        new.rename(path)
+        replace_file(path, write_json({"format": FORMAT, **asdict(self)}, "facts of a job"))
 
     @classmethod
     def read(cls, path: Path) -> Self:

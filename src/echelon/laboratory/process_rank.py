@@ -32,6 +32,7 @@ from echelon.laboratory.rank_outcomes import EndKind, RankEnd, RankExited, leave
 from echelon.laboratory.rank_streams import CaplogOfRank, CapsysOfRank
 from echelon.launch import function_pickle
 from echelon.launch.rank_output import Prefixed, rank_prefix
+from echelon.process.atomic_files import replace_file
 
 _VARIABLES_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 
@@ -363,6 +364,4 @@ def _write_end(path: Path, config: pytest.Config, end: RankEnd, shown: Any) -> N
         )
     content: dict[str, Any] = {"kind": end.kind.name, "name": end.name, "message": end.message}
     content |= {"place": end.place, "report": report}
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(content))
-    unfinished.rename(path)
+    replace_file(path, json.dumps(content).encode(), sync=False)

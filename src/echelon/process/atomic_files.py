@@ -138,7 +138,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
     _refuse_special(path)
     _sweep(path.parent, _prefix(path.name))
     draft = _draft_of(path)
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _BINARY, 0o644)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _BINARY, 0o666)
     try:
         try:
             with suppress(OSError):  # a file system without locks has drafts that nobody sweeps

@@ -1,5 +1,6 @@
 """Steps go to the formats of others and come back, equal to the last bit."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import echelon as ec
+from echelon.checkpoint.convert import convert as convert_module
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.cli import app
 from echelon.comm.world import World
-from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
+from echelon.process import atomic_files
 from tests.bomb import Bomb
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import State, check_equal, whole_state
@@ -157,11 +160,47 @@ def test_a_damaged_step_is_not_converted(saved: tuple[Path, State], tmp_path: Pa
         assert not (tmp_path / target).exists()
 
 
-def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "hf", "dcp"])
+def test_nothing_that_is_there_is_written_over_and_nothing_is_left(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what is there at the beginning, nor what comes to be there meanwhile."""
+    options = ConvertOptions(
+        to=Form.DCP if name == "dcp" else None, shard_nbytes=16 if name == "hf" else None
+    )
     ec.save(tmp_path / "run", step=0, model=nn.Linear(2, 2))
+    target = tmp_path / "to" / name
+    target.parent.mkdir()
+    target.symlink_to("nowhere")
     with pytest.raises(ArgumentError, match="is there already"):
-        convert(tmp_path / "run", tmp_path / "a.safetensors", ConvertOptions())
+        convert(tmp_path / "run", target, options)
+    target.unlink()
+    move = convert_module.move_new
+
+    def late(source: Path, to: Path) -> None:
+        to.symlink_to("nowhere")
+        move(source, to)
+
+    monkeypatch.setattr(convert_module, "move_new", late)
+    for flags in (None, errno.EINVAL):  # also where the system has no such rename
+        if flags is not None:
+            monkeypatch.setattr(atomic_files, "_renameat2", lambda *_: errno.EINVAL)
+        with pytest.raises(CheckpointError, match="is there already"):
+            convert(tmp_path / "run", target, options)
+        assert [*target.parent.iterdir()] == [target]
+        assert target.is_symlink()
+        target.unlink()
+    monkeypatch.setattr(convert_module, "move_new", move)
+    convert(tmp_path / "run", target, options)
+    assert [*target.parent.iterdir()] == [target]
+
+
+def test_one_shard_of_several_is_no_model(tmp_path: Path) -> None:
+    shard = tmp_path / "model-00001-of-00006.safetensors"
+    save_file({"w": torch.ones(2)}, shard)
+    with pytest.raises(CheckpointCorrupt, match="is one of 6 files by its name"):
+        convert(tmp_path, tmp_path / "again", ConvertOptions())
+    convert(shard, tmp_path / "again", ConvertOptions())  # as the user says
 
 
 # The command line ------------------------------------------------------------------------------

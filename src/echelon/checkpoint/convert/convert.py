@@ -31,6 +31,7 @@ from echelon.checkpoint.convert.torch_files import (
     to_nested,
     write_torch,
 )
+from echelon.checkpoint.coordinator import named
 from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import step_name, step_of
 from echelon.checkpoint.saved_step import SavedStep
@@ -38,6 +39,7 @@ from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.store_path import StorePath
 from echelon.comm.object_bytes import flat_bytes
 from echelon.errors import ArgumentError, CheckpointError, CheckpointNotFound
+from echelon.process.atomic_files import draft_folder, move_new, sync_tree
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
@@ -143,7 +145,7 @@ def convert(source: Place, target: Place, options: ConvertOptions) -> Converted:
             raise ArgumentError("only echelon's own format is written into an object store")
         return _write_step(_read(source, options), target, options)
     made = _form_to_make(target, options)
-    if made is not Form.ECHELON and target.exists():
+    if made is not Form.ECHELON and os.path.lexists(target):
         raise ArgumentError(f"{target} is there already: name a new one")
     if options.shard_nbytes is not None and made is not Form.SAFETENSORS:
         raise ArgumentError("shards are for safetensors")
@@ -152,22 +154,43 @@ def convert(source: Place, target: Place, options: ConvertOptions) -> Converted:
         with _verified(source, options) as step:
             model = model_in(step, options.section)
             tensors = SavedTensors(step, model)
-            written = write_plain(tensors, target, options.shard_nbytes)
-            _compare(tensors, PlainFiles(target), target)
+            with _draft_of(target) as draft:
+                written = write_plain(tensors, draft, options.shard_nbytes)
+                _compare(tensors, PlainFiles(draft), target)
             beside = () if options.weights_only else others_in(step, model)
-        return Converted(written, beside)
+        return Converted([target / path.relative_to(draft) for path in written], beside)
     state = _read(source, options)
     if made is Form.SAFETENSORS:
         raise ArgumentError("make a checkpoint of echelon of it first, and safetensors of that")
     if made is Form.ECHELON:
         return _write_step(state, target, options)
-    if made is Form.TORCH:
-        write_torch(to_nested(state), target)
-        _compare_nested(to_nested(state), read_torch(target), target, "")
-    else:
-        write_dcp(to_nested(state), target)
-        _compare_nested(_as_dcp_keeps(to_nested(state)), read_dcp(target), target, "")
+    with _draft_of(target) as draft:
+        if made is Form.TORCH:
+            write_torch(to_nested(state), draft)
+            _compare_nested(to_nested(state), read_torch(draft), target, "")
+        else:
+            write_dcp(to_nested(state), draft)
+            _compare_nested(_as_dcp_keeps(to_nested(state)), read_dcp(draft), target, "")
     return Converted([target], state.left_out)
+
+
+@contextmanager
+def _draft_of(target: Path) -> Iterator[Path]:
+    """Where ``target`` is written and compared; after the block it has its name, in one step.
+
+    What an interrupted conversion to this target has left is removed.
+
+    Raises:
+        CheckpointError: something has come to be at ``target``, or the disk fails.
+    """
+    try:
+        files.make_folder(target.parent)
+        with draft_folder(target) as folder:
+            yield folder / target.name
+            sync_tree(folder)
+            move_new(folder / target.name, target)
+    except OSError as error:
+        raise named(error, None) from error
 
 
 def _write_step(state: PlainState, target: Place, options: ConvertOptions) -> Converted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast, final
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from echelon.checkpoint.convert.step_files import SavedTensors
-from echelon.checkpoint.files import NewFile, SavedBytes, sync_folder
+from echelon.checkpoint.files import NewFile, SavedBytes
 from echelon.checkpoint.header import Entry, header, header_nbytes, read_header
 from echelon.checkpoint.tensors import bytes_of
 from echelon.comm.buffers import available_nbytes
@@ -24,6 +24,7 @@ from echelon.values.value_types import DTYPES, FILE_DTYPES, dtype_name
 
 INDEX = "model.safetensors.index.json"
 _MAX_INDEX_NBYTES = 100 << 20
+_SHARD = re.compile(r".*-([0-9]+)-of-([0-9]+)\.safetensors")
 _INDEX_MEMORY = 1 << 30  # bytes that reading an index may take
 _LENGTH_NBYTES = 8  # the length of the header comes first
 
@@ -31,20 +32,20 @@ _LENGTH_NBYTES = 8  # the length of the header comes first
 def write_plain(tensors: SavedTensors, target: Path, max_nbytes: int | None) -> list[Path]:
     """Write the tensors of a model, of which one is in memory at a time; returns the files.
 
+    Nobody reads them yet: the caller gives them their names when all are there.
+
     Args:
-        target: a file; or, with ``max_nbytes``, a folder for shards and their index.
+        target: a new file; or, with ``max_nbytes``, a new folder for shards and their index.
         max_nbytes: size of a shard, which only a single tensor may exceed; None: one file.
 
     Raises:
-        ArgumentError: ``target`` exists, or a tensor has a dtype that safetensors does not have.
+        ArgumentError: a tensor has a dtype that safetensors does not have.
     """
     entries = [_entry(*facts) for facts in tensors.facts()]
-    if target.exists():
-        raise ArgumentError(f"{target} is there already: name a new one")
     if max_nbytes is None:
         _write(tensors, entries, target)
         return [target]
-    target.mkdir(parents=True)
+    target.mkdir()
     shards = list(_shards(entries, max_nbytes))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for shard, name in zip(shards, names, strict=True):
@@ -56,7 +57,6 @@ def write_plain(tensors: SavedTensors, target: Path, max_nbytes: int | None) -> 
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     with NewFile(target / INDEX) as file:
         file.write(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
-    sync_folder(target)
     return [target / name for name in (*names, INDEX)]
 
 
@@ -83,20 +83,13 @@ def _shards(entries: Sequence[Entry], max_nbytes: int) -> Iterator[list[Entry]]:
 
 
 def _write(tensors: SavedTensors, entries: Sequence[Entry], path: Path) -> None:
-    """Write one file, under another name until it is complete."""
+    """Write one file."""
     # Wide elements come first, so each tensor begins at a multiple of the width of its elements.
     ordered = sorted(entries, key=lambda entry: -DTYPES[entry.dtype].itemsize)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with NewFile(part) as file:
-            file.write(memoryview(header(ordered)))
-            for entry in ordered:
-                file.write(bytes_of(tensors[entry.key]))
-        os.rename(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with NewFile(path) as file:
+        file.write(memoryview(header(ordered)))
+        for entry in ordered:
+            file.write(bytes_of(tensors[entry.key]))
 
 
 @final
@@ -175,6 +168,13 @@ def _index(folder: Path) -> dict[str, Path]:
         files = sorted(folder.glob("*.safetensors"))
         if len(files) == 1:
             _check_place(files[0], folder)
+            shard = _SHARD.fullmatch(files[0].name)
+            if shard is not None and int(shard[2]) != 1:
+                raise CheckpointCorrupt(
+                    f"is one of {int(shard[2])} files by its name, and the others and {INDEX} are "
+                    "not there: convert again, or name the file itself",
+                    files[0],
+                )
             return dict.fromkeys(_sizes(files[0]), files[0])
         raise ArgumentError(f"{folder} holds no {INDEX} and not just one .safetensors file")
     _check_place(path, folder)

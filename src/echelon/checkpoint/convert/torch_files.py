@@ -6,7 +6,6 @@ the names of parameters, and whatever values there are beside them.
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from echelon.checkpoint.convert.plain_files import check_memory
 from echelon.checkpoint.convert.step_files import PlainState
-from echelon.checkpoint.files import sync_folder
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
 _SMALL_NBYTES = 1 << 20  # a tensor up to this size may overlap itself, as after expand
@@ -171,15 +169,6 @@ def _check_tensors(content: Mapping[Any, Any], path: Path) -> None:
 
 
 def write_torch(state: dict[str, Any], path: Path) -> None:
-    """Write a file of ``torch.save``, under another name until it is complete."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "xb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    """Write a new file of ``torch.save``."""
+    with open(path, "xb") as file:
+        torch.save(state, file)

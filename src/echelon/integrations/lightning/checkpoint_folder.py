@@ -37,6 +37,7 @@ from echelon.process.atomic_files import (
     is_folder,
     remove_file,
     replace_folder,
+    sweep_drafts,
 )
 
 _WRITER = "lightning"
@@ -103,6 +104,7 @@ class CheckpointFolder:
     def _make_room(self, step: int, stack: ExitStack) -> tuple[int, str]:
         """The number of the new step, and the name of the folder that it is saved into."""
         make_folder(self.path.parent)
+        sweep_drafts(self.path.parent, self.path.name)
         if _is_ours(self.path):
             return max([step - 1, *steps(self.path)]) + 1, self.path.name
         if (

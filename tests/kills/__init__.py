@@ -1,0 +1,1 @@
+"""Saves that are killed at their calls of the operating system, whoever makes them."""
