@@ -68,7 +68,7 @@ class ObjectStore(StepStorage[StorePath]):
         return sorted(name.removeprefix(WRITTEN_BY) for name in names)
 
     def claim(self, root: StorePath, writer: str) -> None:
-        (root / f"{WRITTEN_BY}{writer}").replace(b"")
+        (root / f"{WRITTEN_BY}{writer}").overwrite(b"")
 
     def holds(self, target: StorePath) -> bool:
         return self.is_step(target)
@@ -102,7 +102,7 @@ class ObjectStore(StepStorage[StorePath]):
         _check_sizes(target, there, sizes)
         path = target / MANIFEST
         try:
-            (path.replace if overwrites else path.create)(manifest)
+            (path.overwrite if overwrites else path.create)(manifest)
         except (CheckpointError, FileExistsError) as error:
             # The answer to a write that has succeeded may be lost, and the second try refused.
             if not self._is(path, manifest):

@@ -167,7 +167,7 @@ class StorePath:
         self.refuse_unanswered()
         self.call(lambda fs, key: fs.pipe_file(key, data, mode="create"), FileExistsError)
 
-    def replace(self, data: bytes) -> None:
+    def overwrite(self, data: bytes) -> None:
         """Write this file at once, in place of the one that may be there."""
         self.refuse_unanswered()
         self.call(lambda fs, key: fs.pipe_file(key, data, mode="overwrite"))

@@ -137,12 +137,10 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
     """
     _refuse_special(path)
     _sweep(path.parent, _prefix(path.name))
-    draft = _draft_of(path)
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _BINARY, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _BINARY
+    draft, fd = _locked_draft(path, lambda draft: os.open(draft, flags, 0o666))
     try:
         try:
-            with suppress(OSError):  # a file system without locks has drafts that nobody sweeps
-                lock_file(fd)
             with naming(draft):
                 _write_all(fd, data)
                 if sync:
@@ -218,7 +216,16 @@ def draft_folder(target: Path) -> Iterator[Path]:
         OSError: it cannot be made.
     """
     _sweep(target.parent, _prefix(target.name))
-    draft, fd = _locked_draft(target)
+
+    def make(draft: Path) -> int:
+        os.mkdir(draft)
+        return os.open(draft, os.O_RDONLY | _NOFOLLOW | _DIRECTORY)
+
+    if sys.platform == "win32":  # where a folder cannot be opened
+        draft, fd = _draft_of(target), None
+        os.mkdir(draft)
+    else:
+        draft, fd = _locked_draft(target, make)
     try:
         yield draft
     finally:
@@ -226,29 +233,6 @@ def draft_folder(target: Path) -> Iterator[Path]:
             os.close(fd)
         with suppress(OSError):  # the next draft sweeps
             _remove_tree(draft)
-
-
-def _locked_draft(target: Path) -> tuple[Path, int | None]:
-    """Make a draft and lock it; a sweep that has come between the two has removed it."""
-    while True:
-        draft = _draft_of(target)
-        os.mkdir(draft)
-        if sys.platform == "win32":
-            return draft, None
-        try:
-            fd = os.open(draft, os.O_RDONLY | _NOFOLLOW | _DIRECTORY)
-        except FileNotFoundError:
-            continue
-        try:
-            lock_file(fd)
-        except BlockingIOError:
-            os.close(fd)
-            continue
-        except OSError:  # a file system without locks, where nobody sweeps
-            return draft, fd
-        if os.path.lexists(draft):
-            return draft, fd
-        os.close(fd)
 
 
 def sweep_drafts(folder: Path, prefix: str) -> None:
@@ -345,6 +329,32 @@ def is_empty_folder(path: Path) -> bool:
 
 def _draft_of(target: Path) -> Path:
     return target.with_name(f"{_prefix(target.name)}{_MARK}{uuid.uuid4().hex}")
+
+
+def _locked_draft(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
+    """Make a draft and lock it; a sweep that has come between the two has removed it.
+
+    Args:
+        make: makes a draft that is not there, and opens it.
+    """
+    while True:
+        draft = _draft_of(target)
+        try:
+            fd = make(draft)
+        except FileNotFoundError:
+            if target.parent.is_dir():  # swept before it was opened
+                continue
+            raise
+        try:
+            lock_file(fd)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        except OSError:  # a file system without locks, where nobody sweeps
+            return draft, fd
+        if os.path.lexists(draft):
+            return draft, fd
+        os.close(fd)
 
 
 def _prefix(name: str) -> str:

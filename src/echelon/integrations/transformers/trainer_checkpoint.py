@@ -115,14 +115,14 @@ def rotate(run: Path, step: int, limit: int | None, best: str | None) -> None:
 
 def _saved_steps(run: Path) -> list[int]:
     """The steps of the checkpoints in a run, oldest first."""
-    found = []
+    saved = []
     for name in os.listdir(run):
         match, folder = _NAME.fullmatch(name), run / name
         if match is not None and _is_checkpoint(folder):
             state = state_in(folder)
             if not is_folder(state) or steps(state) == [int(match[1])]:
-                found.append(int(match[1]))
-    return sorted(found)
+                saved.append(int(match[1]))
+    return sorted(saved)
 
 
 def _name(step: int) -> str:
