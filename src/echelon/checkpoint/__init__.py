@@ -15,6 +15,7 @@
     loading        how ranks load together, in five steps
     load_plan      the memory of this rank that each saved range is read into, and what does not fit
     optimizer_loading  the state of an optimizer, in memory that is read later
+    tried_steps    whether another job has removed or replaced the steps of a load meanwhile
     saved_step     one committed step, open for reading
 
     format         the specification of the files, and the manifest

@@ -18,12 +18,12 @@ from echelon.checkpoint.loading import (
     Request,
     folders_to_try,
     load_step,
-    was_removed,
 )
 from echelon.checkpoint.place import Folder, place_of, storage_of
 from echelon.checkpoint.records import MAX_STEP, step_name
 from echelon.checkpoint.saving import SaveOptions, Saving, SkippedSave, check_run
 from echelon.checkpoint.step_storage import Place
+from echelon.checkpoint.tried_steps import TriedSteps
 from echelon.comm.group import Group
 from echelon.diagnosis.rank_time import during
 from echelon.diagnosis.step_rows import Activity
@@ -208,14 +208,21 @@ def load(
     _check_request(request)
     _settle(items.group)
     coordinator = Coordinator(items.group, root)
-    for _ in range(_MAX_TRIES - 1):
-        tried = folders_to_try(coordinator, items, request)
+    for _ in range(_MAX_TRIES):
+        tried = TriedSteps(coordinator, folders_to_try(coordinator, items, request))
         try:
-            return _load_first(tried, coordinator, items, request)
+            loaded = _load_first(tried.steps, coordinator, items, request)
         except CheckpointError:
-            if not was_removed(coordinator, tried):
+            if not tried.have_changed():
                 raise
-    return _load_first(folders_to_try(coordinator, items, request), coordinator, items, request)
+        else:
+            if not tried.was_replaced(loaded.step):
+                return loaded
+    raise CheckpointError(
+        f"its steps were removed or replaced during each of {_MAX_TRIES} tries to load one: load "
+        "when nobody saves into it",
+        root,
+    )
 
 
 def _load_first(

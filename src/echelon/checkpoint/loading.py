@@ -16,7 +16,7 @@ A corrupt byte is an error of [3] on all ranks, before anything that the user ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,16 +122,6 @@ def folders_to_try(
 
     steps = coordinator.run_on_all("a request to load", look, fields)[0]
     return [(step, place_of(folder)) for step, folder in steps]
-
-
-def was_removed(coordinator: Coordinator, tried: Sequence[tuple[int, Place]]) -> bool:
-    """Whether one of the steps was removed, as by a save with ``keep``. All ranks call it."""
-
-    def look() -> Json:
-        return any(not storage_of(folder).is_step(folder) for _, folder in tried)
-
-    removed: bool = coordinator.run_on_first("whether steps are still there", look)
-    return removed
 
 
 def _steps_to_try(request: Request) -> list[tuple[int, str]]:

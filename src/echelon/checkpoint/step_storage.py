@@ -223,10 +223,21 @@ class StepStorage(ABC, Generic[PlaceType]):
 
     def _newer_schema(self, folder: PlaceType) -> int | None:
         """The schema of a step that a newer version has saved."""
+        return newer_schema(self._read_beginning(folder))
+
+    @final
+    def beginning(self, folder: PlaceType) -> bytes | None:
+        """What a manifest begins with, its checksum among it; None where it cannot be read."""
+        try:
+            return self._read_beginning(folder)
+        except (CheckpointError, OSError):  # which a load of this step raises
+            return None
+
+    def _read_beginning(self, folder: PlaceType) -> bytes:
         with closing(self.open(folder / MANIFEST)) as file:
             prefix = bytearray(min(file.nbytes, PREFIX_NBYTES))
             file.read_into(memoryview(prefix), 0)
-        return newer_schema(bytes(prefix))
+        return bytes(prefix)
 
     @final
     def read_manifest(self, folder: PlaceType) -> bytes:

@@ -31,7 +31,7 @@ from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.random_states import RandomChanges
 from echelon.checkpoint.save_lock import lock
-from echelon.checkpoint.saving import Saving
+from echelon.checkpoint.saving import SaveOptions, Saving
 from echelon.comm.group import Group
 from echelon.comm.world import World
 from echelon.errors import CheckpointError, CommError, StateError
@@ -200,12 +200,12 @@ class BoxRecording:
         """Save the state after ``step`` in the background; with ``waits``, return when it is."""
         items = CheckpointItems.sort(self._items, self._group)
         coordinator = Coordinator(self._group, stretch.checkpoint)
-        saving = Saving(coordinator, stretch.checkpoint, step, None)
+        saving = Saving(coordinator, stretch.checkpoint, step, SaveOptions())
         saving.begin("Blackbox", items, rng=False)
         if waits:
             saving.finish()
         else:
-            self._save = self._saves.start(saving, saving.target, [], self._group.device)
+            self._save = self._saves.start(saving, saving.target, self._group, self._group.device)
 
     def _finish_save(self, *, waits: bool = False) -> None:
         """If the checkpoint is written, or after it is, remove stretches that nobody needs."""
