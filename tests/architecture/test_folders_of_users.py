@@ -20,7 +20,7 @@ MAY_REMOVE = {
     "observe.report": "a page that it has written beside itself",
     "observe.trackers.prometheus": "a file of the node exporter that this run has written",
 }
-_OF_OS = {"replace", "rename", "renames", "unlink", "remove", "rmdir", "removedirs", "truncate"}
+_OF_OS = {"replace", "rename", "renames", "unlink", "remove", "rmdir", "removedirs"}
 _OF_SHUTIL = {"rmtree", "move"}
 _OF_PATHS = {"unlink", "rename", "rmdir"}  # ``replace`` with one argument is that of a path
 

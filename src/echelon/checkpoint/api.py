@@ -207,7 +207,13 @@ def load(
     request = Request(root=root, step=step, strict=strict, fallback=fallback, rng=rng)
     _check_request(request)
     _settle(items.group)
-    coordinator = Coordinator(items.group, root)
+    return _load_until_it_stays(Coordinator(items.group, root), items, request)
+
+
+def _load_until_it_stays(
+    coordinator: Coordinator, items: CheckpointItems, request: Request
+) -> Loaded:
+    """Load a step that no other job has removed or replaced meanwhile."""
     for _ in range(_MAX_TRIES):
         tried = TriedSteps(coordinator, folders_to_try(coordinator, items, request))
         try:
@@ -221,7 +227,7 @@ def load(
     raise CheckpointError(
         f"its steps were removed or replaced during each of {_MAX_TRIES} tries to load one: load "
         "when nobody saves into it",
-        root,
+        request.root,
     )
 
 
