@@ -16,7 +16,7 @@ from pathlib import Path
 from echelon.checkpoint.coordinator import Coordinator
 from echelon.checkpoint.files import make_folder, steps
 from echelon.comm.group import Group
-from echelon.errors import CheckpointNotFound
+from echelon.errors import CheckpointError, CheckpointNotFound, EchelonError
 from echelon.process.atomic_files import (
     draft_folder,
     is_empty_folder,
@@ -64,8 +64,13 @@ def new_folder(run: Path, step: int, group: Group) -> Iterator[Path]:
         draft = run / coordinator.run_on_first("a checkpoint", lambda: _make_draft(folder, stack))
         try:
             yield draft
-        except Exception as raised:
+        except (EchelonError, OSError) as raised:
             error = raised
+        except Exception as raised:  # safetensors has a class of its own for a full disk
+            error = CheckpointError(
+                f"could not be written: {type(raised).__name__}: {raised}", folder
+            )
+            error.__cause__ = raised
         coordinator.run_on_all("the files of a checkpoint", check)
         coordinator.run_on_first("the end of a checkpoint", show)
 
