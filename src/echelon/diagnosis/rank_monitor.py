@@ -21,7 +21,7 @@ from echelon.diagnosis.root_cause import end_of_wait_chain
 from echelon.diagnosis.step_rows import StepRows
 from echelon.diagnosis.stuck_ranks import StuckRank, explained
 from echelon.errors import CommTimeout, RankFailed
-from echelon.process.forks import disown_in_forks
+from echelon.process.forks import ForkMark, disown_in_forks, mark
 from echelon.process.process_status import activity
 
 if TYPE_CHECKING:
@@ -86,13 +86,21 @@ class RankMonitor:
         return monitor
 
     @classmethod
-    def of_job(cls, job: JobEnvironment, environ: Mapping[str, str]) -> Self:
-        """The monitor of a rank of ``job``, in the recorder of its launcher if that has one."""
+    def of_job(cls, job: JobEnvironment, environ: Mapping[str, str]) -> RankMonitor:
+        """The monitor of a rank of ``job``, in the recorder of its launcher if that has one.
+
+        A process has one, also if its program enters a world by several ways: two would write over
+        each other's texts.
+        """
         path = environ.get(VARIABLE)
+        key = (path, job.rank, job.attempt, mark())
+        if path and (known := _of_launcher.get(key)) is not None:
+            return known
         recorder = _opened(path, job) if path else None
         if recorder is None:
             return cls.alone(job.rank, job.attempt)
-        return cls(recorder, job.local_rank, job.rank, job.attempt)
+        monitor = _of_launcher[key] = cls(recorder, job.local_rank, job.rank, job.attempt)
+        return monitor
 
     def share(self, job: JobEnvironment, store: Store) -> None:
         """Move to one flight recorder for all ranks of this host. All ranks call it."""
@@ -145,6 +153,10 @@ class RankMonitor:
         self._timeout_s = timeout_s
         self._record.set_timeout(timeout_s)
 
+    def enter_torch(self) -> None:
+        """Record that this rank enters its world by ``init_process_group``."""
+        self._record.enter_torch()
+
     def end_script(self) -> None:
         """Record that the script of this rank has ended."""
         self._record.end_script()
@@ -184,7 +196,9 @@ class RankMonitor:
         """Raise ``RankFailed`` if the launcher knows that some rank will never come."""
         absent = self._record.absent_rank
         if absent is not None:
-            raise RankFailed(absent, "ended before it called echelon.init()", doing)
+            own = self.statuses().get(self.rank)
+            start = "echelon.init()" if own is None else own.start
+            raise RankFailed(absent, f"ended before it called {start}", doing)
 
     def status(self, rank: int) -> RankStatus | None:
         """The status of ``rank`` (in the job); None if it is not on this host."""
@@ -205,6 +219,9 @@ class RankMonitor:
         known = sorted(roots & set(statuses))
         stuck = [stuck_rank(statuses[rank], answers.get(rank, [])) for rank in known]
         return explained(error, stuck, answers) if stuck else error
+
+
+_of_launcher: dict[tuple[str | None, int, int, ForkMark], RankMonitor] = {}
 
 
 def _waited_for(status: RankStatus) -> int | None:

@@ -34,9 +34,9 @@ class _ServingLoader(Loader):
         original = module._new_process_group_helper
 
         def first_group(*args: Any, **kwargs: Any) -> object:
-            from echelon.c10d.served_backends import new_process_group
+            from echelon.c10d.served_backends import new_process_group, serve_this_process
 
-            module._new_process_group_helper = new_process_group  # type: ignore[attr-defined]
+            serve_this_process()
             return new_process_group(*args, **kwargs)
 
         first_group.__wrapped__ = original  # type: ignore[attr-defined]

@@ -22,6 +22,9 @@ from echelon.errors.message_text import message_of
 
 T = TypeVar("T")
 
+# An action itself raises after the timeout, and knows for which rank it waited.
+_BEYOND_S = 10.0
+
 
 @final
 class ShmGroup(Group):
@@ -37,7 +40,7 @@ class ShmGroup(Group):
         super().__init__(
             area.name,
             area.rank,
-            area.ranks,
+            area.job_ranks,
             torch.device("cpu"),
             area.timeout,
             shares_memory=True,
@@ -45,11 +48,10 @@ class ShmGroup(Group):
         )
         self._area = area
         self._collectives = Collectives(area)
-        # An action itself raises after the timeout, and knows for which rank it waited.
         self._executor = OrderedExecutor(
             f"collectives of {area.name}",
-            area.absent,
-            wait_s=area.timeout + 10.0,
+            lambda: area.table.named(area.absent()),
+            wait_s=area.timeout + _BEYOND_S,
             stops_at_error=True,
         )
         self._mailbox = Mailbox(area)
@@ -57,6 +59,9 @@ class ShmGroup(Group):
         self._num_windows = 0
         self._on_close = on_close
         self._closed = False
+
+    def _use_timeout(self, seconds: float) -> None:
+        self._area.timeout, self._executor.wait_s = seconds, seconds + _BEYOND_S
 
     def close(self, failure: BaseException | str | None = None) -> None:
         """Complete outstanding communication, then leave the group.
@@ -120,7 +125,7 @@ class ShmGroup(Group):
         segments = area.share_segments(call, nbytes, what=f"group {name!r}", reserve=False)
         if self.rank not in members:
             return None
-        rank, ranks = members.index(self.rank), [self.ranks[member] for member in members]
+        rank, ranks = members.index(self.rank), [self._area.ranks[member] for member in members]
         return ShmGroup(Area(segments[members[0]], area.table, rank, ranks, name, self.timeout))
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

@@ -255,7 +255,8 @@ class Mailbox:
         number = "" if header.position is None else f" (#{header.position})"
         numel = header.nbytes // header.dtype.itemsize
         sent = f"send {name}[{numel}] with tag {item.tag}{number}"
-        calls = {self._area.rank: f"{item.call.signature} at {item.call.place}", item.peer: sent}
+        ranks, received = self._area.job_ranks, f"{item.call.signature} at {item.call.place}"
+        calls = {ranks[self._area.rank]: received, ranks[item.peer]: sent}
         item.error = CollectiveMismatch.of_message(self._area.name, calls)
         item.complete = True
         return False

@@ -201,13 +201,16 @@ class PeerGroup(TorchGroup):
     """
 
     def __init__(self, spec: GroupSpec, peers: Peers, *, check: bool) -> None:
-        super().__init__(spec, Agreement(peers) if check else None)
+        super().__init__(spec, Agreement(peers, spec.ranks) if check else None)
         self._peers = peers
         self._algorithms = Algorithms(peers, spec.device)
         self._executor = OrderedExecutor(f"echelon collectives {spec.name}", self._awaited)
         self._mailroom = Mailroom()
         self._messages: list[MessageWork] = []
         spec.job.join(peers.sever, self._drop)
+
+    def _use_timeout(self, seconds: float) -> None:
+        self._peers.timeout = seconds
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         if isinstance(operation, Send):
