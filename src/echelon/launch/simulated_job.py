@@ -121,6 +121,7 @@ def _rank_main(
         os.environ["ECHELON_TIMEOUT"] = f"{timeout:g}"  # that of this rank, for groups of torch
     else:
         os.environ.pop("ECHELON_TIMEOUT", None)  # they wait as long as with torchrun
+    output = sys.stdout  # which the rank may replace for itself
     with printing_as(world.rank):
         try:
             code, names = read()
@@ -131,8 +132,8 @@ def _rank_main(
             raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
             raise
         finally:
-            if isinstance(sys.stdout, WholeLines):
-                sys.stdout.end()
+            if isinstance(output, WholeLines):
+                output.end()
 
 
 def _ending(
