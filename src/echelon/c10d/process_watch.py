@@ -9,6 +9,7 @@ A rank that works on alone after the others have ended is not ended, because tor
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.errors import CommTimeout, RankFailed, WorldError
 from echelon.process.environment import JobEnvironment, environment
 from echelon.process.forks import ForkMark, mark
+from echelon.process.process_end import failing_process
 
 if TYPE_CHECKING:
     from echelon.comm.shm import ShmGroup
@@ -81,6 +83,7 @@ class ProcessWatch:
             before(kind, error, trace)
 
         sys.excepthook = tell
+        atexit.register(failing_process(self.leave))
 
     def share(self, store: c10d.Store) -> None:
         """Move to one flight recorder for all ranks of this host, if no launcher has made one."""
@@ -96,6 +99,12 @@ class ProcessWatch:
         """Tell the other ranks in all groups that this one fails."""
         for group in list(self._groups):
             group.close(error)
+
+    def leave(self) -> None:
+        """Tell the other ranks that the script of this one has ended."""
+        if self.mark is mark():
+            for group in list(self._groups):
+                group.leave()
 
     # Meeting in a store ----------------------------------------------------------------------
 
@@ -179,6 +188,12 @@ def close_groups(error: BaseException) -> None:
     """Tell the other ranks in all groups of ``torch.distributed`` that this one fails."""
     if _watch is not None and _watch.mark is mark():
         _watch.close(error)
+
+
+def leave_groups() -> None:
+    """Tell the other ranks that the function of this one has returned."""
+    if _watch is not None:
+        _watch.leave()
 
 
 def begin(rank: int, size: int) -> ProcessWatch:

@@ -63,10 +63,12 @@ class _Field(IntEnum):
     GAVE_UP = 14
     GAVE_UP_CALL = 15
     IN_TORCH = 16
+    SCRIPT_WAITS = 17
 
 
 # Each call writes these, and to look up a member of an enum takes longer than to write it.
 _CALL, _WAITS_FOR = int(_Field.CALL), int(_Field.WAITS_FOR)
+_SCRIPT_WAITS = int(_Field.SCRIPT_WAITS)
 
 
 class Phase(IntEnum):
@@ -99,6 +101,7 @@ class RankStatus:
         timeout_s: seconds that it waits for others in one call; 0 where it has not said so.
         script_ended: whether its script has come to its end, whatever its process still does.
         gave_up_on: a rank in the job that it waited for in vain in its last call, if it did.
+        script_waits: whether the thread of its script waits, or gave up, and not only another one.
         in_torch: whether it has called ``init_process_group`` and not ``echelon.init``.
     """
 
@@ -116,6 +119,7 @@ class RankStatus:
     timeout_s: float = 0.0
     script_ended: bool = False
     gave_up_on: int | None = None
+    script_waits: bool = False
     in_torch: bool = False
 
     @property
@@ -186,12 +190,19 @@ class RankRecord:
         slot = self._slots.get(key) or self._write_text(key)
         self._longs[_CALL] = slot << 32 | call.position & 0xFFFFFFFF
 
-    def wait_for(self, rank: int | None) -> None:
-        """Record the rank in the job that this rank waits for; None: it does not wait."""
-        self._longs[_WAITS_FOR] = 0 if rank is None else rank + 1
+    def wait_for(self, rank: int | None, *, by_script: bool) -> None:
+        """Record the rank in the job that this rank waits for; None: it does not wait.
 
-    def give_up(self, rank: int) -> None:
+        Args:
+            by_script: whether the thread of the script waits.
+        """
+        self._longs[_WAITS_FOR] = 0 if rank is None else rank + 1
+        if rank is not None:
+            self._longs[_SCRIPT_WAITS] = by_script
+
+    def give_up(self, rank: int, *, by_script: bool) -> None:
         """Record the rank in the job that this rank has waited for in vain, until its next call."""
+        self._longs[_SCRIPT_WAITS] = by_script
         self._longs[_Field.GAVE_UP_CALL] = self._longs[_CALL]
         self._longs[_Field.GAVE_UP] = rank + 1
 
@@ -241,6 +252,7 @@ class RankRecord:
             timeout_s=longs[_Field.TIMEOUT_MS] / 1e3,
             script_ended=bool(longs[_Field.SCRIPT_ENDED]),
             gave_up_on=_optional(longs[_Field.GAVE_UP]) if gave_up_now else None,
+            script_waits=bool(longs[_SCRIPT_WAITS]),
             in_torch=bool(longs[_Field.IN_TORCH]),
         )
 

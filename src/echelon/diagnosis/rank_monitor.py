@@ -20,7 +20,7 @@ from echelon.diagnosis.rank_time import RankTime
 from echelon.diagnosis.root_cause import end_of_wait_chain
 from echelon.diagnosis.step_rows import StepRows
 from echelon.diagnosis.stuck_ranks import StuckRank, explained
-from echelon.errors import CommTimeout, RankFailed
+from echelon.errors import CommTimeout, DeadlockError, RankFailed
 from echelon.process.forks import ForkMark, disown_in_forks, mark
 from echelon.process.process_status import activity
 
@@ -183,12 +183,16 @@ class RankMonitor:
             else:
                 self._waits_for[threading.get_ident()] = rank
             first = next(iter(self._waits_for.values()), None)
-            self._record.wait_for(self._waits_for.get(self._thread, first))
+            by_script = self._thread in self._waits_for
+            self._record.wait_for(self._waits_for.get(self._thread, first), by_script=by_script)
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """Record the first of the ranks that this rank waited for in vain, until its next call."""
         if ranks:
-            self._record.give_up(ranks[0])
+            self._record.give_up(ranks[0], by_script=self._is_script())
+
+    def _is_script(self) -> bool:
+        return threading.get_ident() == self._thread
 
     # What it reads ---------------------------------------------------------------------------
 
@@ -208,11 +212,17 @@ class RankMonitor:
         """The status of each rank of this host that has begun its record, by rank in the job."""
         return self._recorder.statuses(self._attempt)
 
-    def explained(self, error: CommTimeout) -> CommTimeout:
-        """``error`` with what those ranks of this host do that hold up the others."""
+    def explained(self, error: CommTimeout) -> CommTimeout | DeadlockError:
+        """``error`` with what those ranks of this host do that hold up the others.
+
+        Where the scripts of ranks wait for one another, none of them holds up the others.
+        """
         if not self.is_shared:
             return error
         statuses = self.statuses()
+        if self._is_script() and (circle := wait_circle(self.rank, error.missing, statuses)):
+            calls = {rank: (statuses[rank].call, (awaited,)) for rank, awaited in circle.items()}
+            return DeadlockError(calls, ())
         waits = {rank: _waited_for(status) for rank, status in statuses.items()}
         roots = {end_of_wait_chain(rank, waits, reporter=self.rank) for rank in error.missing}
         answers = stacks.ask(statuses.values())
@@ -222,6 +232,27 @@ class RankMonitor:
 
 
 _of_launcher: dict[tuple[str | None, int, int, ForkMark], RankMonitor] = {}
+
+
+def wait_circle(
+    rank: int, missing: Sequence[int], statuses: Mapping[int, RankStatus]
+) -> dict[int, int]:
+    """For each rank of a circle of waits that ``rank`` is in, which one its script waits for.
+
+    Empty if there is no circle: where only another thread of a rank waits, its script may go on.
+    """
+    if not missing:
+        return {}
+    circle = {rank: missing[0]}
+    awaited = missing[0]
+    while awaited not in circle:
+        status = statuses.get(awaited)
+        following = None if status is None or not status.script_waits else _waited_for(status)
+        if following is None:
+            return {}
+        circle[awaited] = following
+        awaited = following
+    return circle if awaited == rank else {}
 
 
 def _waited_for(status: RankStatus) -> int | None:

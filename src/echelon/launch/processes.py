@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from echelon.c10d import process_ranks
-from echelon.c10d.process_watch import close_groups, use_monitor
+from echelon.c10d.process_watch import close_groups, leave_groups, use_monitor
 from echelon.comm.shm.start import create_segments, join
 from echelon.comm.torch_dist.stores import create_store_memory
 from echelon.comm.world import World
@@ -358,6 +358,7 @@ def _child(
         process_ranks.start_rank(rank, size, store_path, timeout)
         result = call(fn, world, args)
         world.close()
+        leave_groups()
         payload = function_pickle.dumps(("result", function_pickle.dumps_result(result, rank), ""))
     except BaseException as error:
         group.close(error)

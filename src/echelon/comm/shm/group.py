@@ -90,6 +90,11 @@ class ShmGroup(Group):
         else:  # the table says already why this rank left
             self._mailbox.abandon()
 
+    def leave(self) -> None:
+        """Tell the others that this rank communicates no more; nothing is waited for."""
+        if not self._closed:
+            self._area.table.leave(None)
+
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         method = METHODS.get(type(operation))
         if method is not None:

@@ -72,6 +72,7 @@ class RankTable:
         self.segment, self.rank, self.size, self.monitor = segment, rank, size, monitor
         self._is_of_job = job_ranks is None
         self.job_ranks = range(size) if job_ranks is None else tuple(job_ranks)
+        self._has_left = False
         self._left: str | None = None  # why this rank has left
         self._bytes = memoryview(segment.buffer)
         self._words = self._bytes.cast("I")
@@ -131,7 +132,7 @@ class RankTable:
         way on other threads. ``at_fault`` is the rank in the job that it is about; by default it is
         this rank.
         """
-        self._left = failure
+        self._has_left, self._left = True, failure
         if failure is not None:
             text = text_bytes(failure)[: _PAGE - _TEXT_START]
             start = self.rank * _PAGE + _TEXT_START
@@ -285,7 +286,9 @@ class RankTable:
         return bytes(self._bytes[start : start + length]).decode(errors="replace")
 
     def _dead(self) -> set[int]:
-        """Ranks whose process has ended; a zombie counts."""
+        """Ranks whose process has ended; a zombie counts. None can be seen once this rank left."""
+        if self._has_left:
+            return set()
         poll = select.poll()
         by_descriptor = {descriptor: rank for rank, descriptor in self._pidfds.items()}
         for descriptor in by_descriptor:
