@@ -19,6 +19,7 @@ from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
 from echelon.errors.message_text import message_of
+from echelon.process import time_limits
 
 T = TypeVar("T")
 
@@ -83,12 +84,19 @@ class ShmGroup(Group):
             self._area.table.leave(failure)
         for subgroup in self._subgroups:
             subgroup.close(failure)
-        self._executor.close()
+        self._end_collectives(failure)
         if failure is None:
             self._mailbox.close()
             self._on_close()
         else:  # the table says already why this rank left
             self._mailbox.abandon()
+
+    def _end_collectives(self, failure: object) -> None:
+        """Run outstanding collectives to their end, which their own limits bound."""
+        limit_s = self.timeout + _BEYOND_S if failure is None else time_limits.CLOSE_FAILED_WORLD_S
+        if not self._executor.close(seconds=limit_s) and failure is None:
+            doing = f"the end of group {self.name!r}, with collectives under way,"
+            raise CommTimeout(doing, self._executor.awaited(), limit_s)
 
     def leave(self) -> None:
         """Tell the others that this rank communicates no more; nothing is waited for."""

@@ -24,6 +24,7 @@ from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.errors import CommError, CommTimeout
+from echelon.process.background_threads import run_in_background
 
 # Elements sent to and expected from each rank, where ranks may differ in them.
 Lengths = tuple[list[int], list[int]]
@@ -174,10 +175,7 @@ class MessageWork(Work):
 
     def _wait_beside(self) -> None:
         if self.waiter is None and not self.has_ended:
-            self.waiter = threading.Thread(
-                target=self._wait_here, name="echelon message", daemon=True
-            )
-            self.waiter.start()
+            self.waiter = run_in_background("echelon message", self._wait_here)
 
     def _wait_here(self) -> None:
         with self._lock:
