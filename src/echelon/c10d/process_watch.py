@@ -148,7 +148,7 @@ class ProcessWatch:
                     died = f"died {status.where}: it was killed, crashed or called os._exit"
                     raise RankFailed(rank, died, str(call))
 
-        def time_out(_: Sequence[int]) -> CommTimeout:
+        def time_out(_: Sequence[int]) -> Exception:
             monitor.give_up(late := missing())
             return monitor.explained(CommTimeout(str(call), late, seconds))
 

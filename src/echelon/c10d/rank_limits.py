@@ -153,9 +153,7 @@ register_replacements(
     lambda function, _: _shared_number(function),
 )
 # How each rank starts processes.
-_start_method = Names(
-    [Place(multiprocessing.context._default_context, ("_actual_context",))]  # type: ignore[attr-defined]
-)
+_start_method = Names([Place(multiprocessing.context._default_context, ("_actual_context",))])
 register_state("start method", _start_method.read, _start_method.write)
 
 # ``torch.multiprocessing`` has a function of the name of this module.

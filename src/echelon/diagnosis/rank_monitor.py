@@ -200,8 +200,8 @@ class RankMonitor:
         """Raise ``RankFailed`` if the launcher knows that some rank will never come."""
         absent = self._record.absent_rank
         if absent is not None:
-            own = self.statuses().get(self.rank)
-            start = "echelon.init()" if own is None else own.start
+            status = self.status(self.rank)
+            start = "echelon.init()" if status is None else status.start
             raise RankFailed(absent, f"ended before it called {start}", doing)
 
     def status(self, rank: int) -> RankStatus | None:

@@ -226,12 +226,12 @@ def kept_batch(kept: KeptSteps, step: int) -> KeptSteps:
         BlackboxError: there is no black box, or it is damaged or cannot be read.
     """
     of_attempt = [each for each in kept_attempts(kept.run) if each.folder == kept.attempt]
-    found = next(filter(None, (each.steps_to(step, kept.run) for each in of_attempt)), None)
-    found = found or kept_steps(kept.run, step)
-    if found.facts.ranks != kept.facts.ranks:
-        pair = (f"of {kept.facts.ranks} ranks", f"of step {step}, on {found.facts.ranks} ranks")
+    same_start = next(filter(None, (each.steps_to(step, kept.run) for each in of_attempt)), None)
+    with_batch = same_start or kept_steps(kept.run, step)
+    if (ranks := with_batch.facts.ranks) != kept.facts.ranks:
+        pair = (f"of {kept.facts.ranks} ranks", f"of step {step}, on {ranks} ranks")
         raise ReplayMismatch(kept.run, {"batch": pair})
-    return found
+    return with_batch
 
 
 def kept_steps(run: Path, step: int | None) -> KeptSteps:

@@ -203,8 +203,9 @@ class RankTable:
                     raise failure
                 if now() >= deadline:
                     # Else this rank would look as if it computed.
-                    self.monitor.give_up(late := self.named(missing()))
-                    raise CommTimeout(doing(), late, timeout)
+                    late_in_job = self.named(missing())
+                    self.monitor.give_up(late_in_job)
+                    raise CommTimeout(doing(), late_in_job, timeout)
                 # Recorded each time, because another thread of this rank may have ended a wait.
                 if late := missing():
                     self.monitor.wait_for(self.job_ranks[late[0]])
