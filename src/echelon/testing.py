@@ -271,6 +271,9 @@ class FaultyGroup(Group):
         self._num_calls = 0
         self._num_struck = 0
 
+    def _use_timeout(self, seconds: float) -> None:
+        self._inner.timeout = seconds
+
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         """Issue the call, or let the fault replace it."""
 

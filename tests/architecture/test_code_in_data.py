@@ -34,7 +34,11 @@ MAY_RUN_DATA = {
         "dcp_to_torch_save": "only where the user has said --trust-pickle",
     },
     "launch.simulated_job": {"exec": "the script that the user starts"},
-    "launch.served_program": {"exec": "the script that the user starts"},
+    "launch.served_program": {
+        "exec": "the script that the user starts",
+        "multiprocessing": "starts processes without a variable; nothing is sent",
+    },
+    "c10d.rank_limits": {"multiprocessing": "each rank has its start method; nothing is sent"},
     "launch.program": {"compile": "the script that the user starts"},
     "laboratory.replayed_program": {
         "exec": "the script of a run, if its folder is the user's own and the script is not in it"

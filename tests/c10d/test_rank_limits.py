@@ -90,3 +90,35 @@ def forks(world: ec.World) -> int | None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_a_process_that_a_rank_forks_ends_as_always() -> None:
     assert ec.run(forks, 2) == [0, 0]
+
+
+def sets_a_start_method(world: ec.World) -> str:
+    multiprocessing.set_start_method("spawn" if world.rank else "fork")
+    torch.set_num_interop_threads(torch.get_num_interop_threads())
+    world.group.barrier()
+    return multiprocessing.get_start_method()
+
+
+def test_what_a_process_may_set_once_each_rank_may_set() -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        vars(multiprocessing.context)["_default_context"]._actual_context = None
+        assert ec.run(sets_a_start_method, 2) == ["fork", "spawn"]
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def sets_another_number(world: ec.World) -> None:
+    torch.set_num_interop_threads(torch.get_num_interop_threads() + 1 + world.rank)
+
+
+def defines_an_operator(world: ec.World) -> None:
+    torch.library.define(f"once_in_a_process_{os.getpid()}::nothing", "() -> ()")
+
+
+def test_what_ranks_cannot_do_twice_names_simulated_ranks_and_what_to_do() -> None:
+    with pytest.raises(UnsupportedError, match=r"interop_threads.* simulated ranks share"):
+        ec.run(sets_another_number, 2)
+    with pytest.raises(RuntimeError, match="multiple times") as info:
+        ec.run(defines_an_operator, 2)
+    assert any("a rank before this one may have made this call" in n for n in info.value.__notes__)

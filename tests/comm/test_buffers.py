@@ -54,3 +54,17 @@ def test_large_memory_is_refused_before_it_is_taken_and_small_memory_unasked(mon
         tensor = zeros(2**19, torch.float32, CPU, what="a test")
     assert not tensor.is_inference()
     assert not tensor.any()
+
+
+def test_a_write_into_a_part_marks_no_other_element_as_written() -> None:
+    whole = torch.zeros(6, 2)
+    part, column = whole[2:4], whole[:, 1]
+    for tensor, source in ((part, torch.ones(4)), (column, torch.ones(6))):
+        flat, steps = flattened(tensor)
+        flat.copy_(source)
+        for step in steps:
+            step()
+        assert torch.equal(tensor.reshape(-1), source)
+    assert whole._version == 0
+    flattened(whole.view(3, 4))[0].copy_(torch.ones(12))  # all of it
+    assert whole._version == 1

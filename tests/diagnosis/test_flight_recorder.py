@@ -108,7 +108,7 @@ def test_to_begin_a_record_forgets_what_it_said() -> None:
     _, record = entered()
     record.record_step(9)
     record.record_call(ticket(3))
-    record.wait_for(4)
+    record.wait_for(4, by_script=True)
     record.set_absent_rank(2)
     assert (entry(record).waits_for, record.absent_rank) == (4, 2)
     record.begin(rank=1, attempt=1)

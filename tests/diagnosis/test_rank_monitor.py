@@ -3,6 +3,7 @@
 import concurrent.futures
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import echelon as ec
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter, stuck_rank
 from echelon.diagnosis.step_rows import RankSteps
-from echelon.errors import ArgumentError, CommTimeout, RankFailed
+from echelon.errors import ArgumentError, CommTimeout, DeadlockError, RankFailed
 from echelon.process.environment import JobEnvironment
 from echelon.testing import run_faulty, slow
 from tests.comm.gloo_ranks import local_job
@@ -69,7 +70,19 @@ def test_a_rank_that_waits_for_another_one_is_not_the_one_to_blame() -> None:
 def test_ranks_that_wait_in_a_circle_are_told_as_such() -> None:
     with ranks(2) as (mine, all_ranks):
         all_ranks[1].wait_for(0)
-        assert mine.explained(LATE).stuck == {1: "at step 0 waits for rank 0"}
+        error = mine.explained(LATE)
+        assert isinstance(error, DeadlockError)
+        assert {rank: missing for rank, (_, missing) in error.waits.items()} == {0: (1,), 1: (0,)}
+
+
+def test_a_circle_in_which_a_script_goes_on_is_no_deadlock() -> None:
+    with ranks(2) as (mine, all_ranks):
+        thread = threading.Thread(target=all_ranks[1].wait_for, args=(0,))
+        thread.start()
+        thread.join()
+        error = mine.explained(LATE)
+        assert isinstance(error, CommTimeout)
+        assert error.stuck == {1: "at step 0 waits for rank 0"}
 
 
 def test_a_rank_that_waited_and_goes_on_waits_no_more() -> None:

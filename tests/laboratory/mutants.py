@@ -107,6 +107,30 @@ def head_outside_of_the_wrapper(
         stepper.zero_grad()
 
 
+def clipped_on_one_rank(
+    world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer
+) -> nn.Module:
+    wrapped = ec.DDP(model, world.group)
+    stepper = optimizer(wrapped.parameters())
+    for x, y in batches:
+        mse_loss(wrapped(my_rows(world, x)), my_rows(world, y)).backward()
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05 if world.rank == 1 else 1e9)
+        stepper.step()
+        stepper.zero_grad()
+    return wrapped
+
+
+def without_zero_grad(
+    world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer
+) -> nn.Module:
+    model = ec.FSDP(model, world.group, min_num_params=0)
+    stepper = optimizer(model.parameters())
+    for x, y in batches:
+        mse_loss(model(my_rows(world, x)), my_rows(world, y)).backward()
+        stepper.step()
+    return model
+
+
 def padded_sampler(
     world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer
 ) -> None:
@@ -352,24 +376,21 @@ MUTANTS = [
         model=mlp_with_dropout,
     ),
     Mutant(correct, CauseKind.BATCH_NORM, "1", "BatchNorm1d", model=mlp_with_batch_norm),
-    Mutant(clipped_by_shards, CauseKind.CLIPPING, "2.bias", "0.05", options={"clip": 0.05}),
-    Mutant(clipped_before_the_mean, CauseKind.CLIPPING, "2.bias", "0.05", options={"clip": 0.05}),
+    *(
+        Mutant(train, CauseKind.CLIPPING, "2.bias", "0.05", options={"clip": 0.05})
+        for train in (clipped_by_shards, clipped_before_the_mean)
+    ),
+    Mutant(clipped_on_one_rank, CauseKind.CLIPPED_BY_SOME, "2.bias", "norm 0.05"),
+    Mutant(without_zero_grad, CauseKind.NOT_ZEROED, "2.bias", "of the step before"),
     Mutant(stale_buffer, CauseKind.STALE, "count", "since step 0", model=Averaging),
     Mutant(compressed_gradients, CauseKind.PRECISION, "2.bias", "bfloat16", optimizer=adamw),
     Mutant(autocast, CauseKind.PRECISION, "0", "bfloat16"),
-    Mutant(
-        accumulated_without_a_division,
-        CauseKind.ACCUMULATION,
-        "2.bias",
-        "2 times",
-        batches=sixteen_rows,
-    ),
-    Mutant(
-        accumulated_with_two_divisions,
-        CauseKind.ACCUMULATION,
-        "2.bias",
-        "1/2 of",
-        batches=sixteen_rows,
+    *(
+        Mutant(train, CauseKind.ACCUMULATION, "2.bias", times, batches=sixteen_rows)
+        for train, times in (
+            (accumulated_without_a_division, "2 times"),
+            (accumulated_with_two_divisions, "1/2 of"),
+        )
     ),
     Mutant(forgotten_parameter, CauseKind.STALE, "2.weight", "since the start"),
     Mutant(other_start, CauseKind.START, "0.weight", "other values"),

@@ -9,7 +9,12 @@ from contextlib import suppress
 import pytest
 
 from echelon.process import time_limits
-from echelon.process.background_threads import end_all, run_in_background
+from echelon.process.background_threads import (
+    answer_of,
+    end_all,
+    run_in_background,
+    run_on_idle_thread,
+)
 
 LEFT_BEHIND = """
 import sys
@@ -86,3 +91,32 @@ def test_a_thread_that_waits_for_ever_keeps_no_script(monkeypatch: pytest.Monkey
     assert thread.is_alive()
     event.set()
     thread.join()
+
+
+class Stoppable:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.thread = run_in_background("waits", self.event.wait, stop=self.stop)
+
+    def stop(self) -> None:
+        self.event.set()
+
+
+def test_a_thread_that_waits_for_work_is_asked_to_end_at_once() -> None:
+    waiter = Stoppable()
+    run_on_idle_thread(lambda: None)
+    start_s = time.monotonic()
+    end_all()
+    assert time.monotonic() - start_s < time_limits.END_THREADS_S
+    assert not waiter.thread.is_alive()
+
+
+def test_calls_beside_the_script_share_threads() -> None:
+    numbers = [answer_of(threading.get_ident, 20.0)[0] for _ in range(20)]
+    time.sleep(0.05)
+    assert len(set(numbers)) < 5
+    with pytest.raises(KeyError):
+        answer_of(lambda: {}[0], 20.0)
+    event = threading.Event()
+    assert answer_of(event.wait, 0.01) == []
+    event.set()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, final
 from torch._C import _distributed_c10d as c10d
 
 from echelon.c10d import simulated_rank
+from echelon.c10d.process_watch import begin, process_watch, world_is_there
 from echelon.c10d.simulated_store import hub_of, wait_for_members
 from echelon.comm.group import Group
 from echelon.comm.threads.group import ThreadGroup
@@ -57,14 +58,33 @@ def connect(options: c10d._DistributedBackendOptions) -> Connection:
     require_linux("process groups of processes")
     from echelon.comm import shm
 
-    number = _times_made(options)
-    group = shm.connect(
-        options.group_rank,
-        options.group_size,
-        c10d.PrefixStore(str(number), options.store),
-        timeout=options.timeout.total_seconds(),
-        name=_name(options),
+    rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
+    ranks = _members(options)
+    is_world = not options.global_ranks_in_group
+    watch = begin(rank, size) if is_world else process_watch(ranks[rank], ranks[-1] + 1)
+    call = watch.call(
+        CallSignature("init_process_group") if is_world else CallSignature("new_group", shape=ranks)
     )
+    store = _own_store(options)
+    keys = {member: f"here/{member}" for member in ranks}
+    store.set(keys[ranks[rank]], "here")
+    if store.add("count", 1) == size:
+        store.set("all", "here")
+    watch.await_keys(store, "all", keys, call, seconds)
+    if is_world:
+        watch.share(store)
+    group = shm.connect(
+        rank,
+        size,
+        store,
+        timeout=seconds,
+        name=_name(options),
+        monitor=watch.monitor,
+        job_ranks=None if is_world and watch.monitor.rank == rank else ranks,
+    )
+    watch.add(group)
+    if is_world:
+        world_is_there(watch)
     return of_processes(group)
 
 
@@ -79,10 +99,20 @@ def of_processes(group: ShmGroup) -> Connection:
     )
 
 
-def _times_made(options: c10d._DistributedBackendOptions) -> int:
-    """How often this rank has made the group: the same store may see it made again."""
-    times: int = options.store.add(f"times/{options.group_rank}", 1)
-    return times
+def _members(options: c10d._DistributedBackendOptions) -> tuple[int, ...]:
+    """The ranks of the group in the job."""
+    return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+
+
+def _own_store(options: c10d._DistributedBackendOptions) -> c10d.Store:
+    """A store of these members alone, each time that they make the group.
+
+    torch names some groups by a count, so groups of other members may have the same name.
+    """
+    ranks = ",".join(map(str, _members(options)))
+    store = c10d.PrefixStore(ranks, options.store)
+    times = store.add(f"times/{options.group_rank}", 1)
+    return c10d.PrefixStore(str(times), store)
 
 
 def _name(options: c10d._DistributedBackendOptions) -> str:
@@ -104,18 +134,17 @@ def _look_for_message(
 
 def _connect_threads(options: c10d._DistributedBackendOptions, world: ThreadGroup) -> Connection:
     """Learn through the store which simulated rank is which rank of the group."""
-    store, rank, size = options.store, options.group_rank, options.group_size
-    number = _times_made(options)
-    keys = [f"{number}/{member}" for member in range(size)]
+    store, rank, size = _own_store(options), options.group_rank, options.group_size
+    keys = [str(member) for member in range(size)]
     if rank == 0:
-        store.set(f"{number}/name", hub_of(world).unused_name(_name(options)))
+        store.set("name", hub_of(world).unused_name(_name(options)))
     store.set(keys[rank], str(world.rank))
-    wait_for_members(store, [*keys, f"{number}/name"])
+    wait_for_members(store, [*keys, "name"], CallSignature("init_process_group"))
     group = ThreadGroup(
         world.thread_world,
         rank,
         [int(store.get(key)) for key in keys],
-        name=store.get(f"{number}/name").decode(),
+        name=store.get("name").decode(),
         device=world.device,
     )
     group.timeout = options.timeout.total_seconds()

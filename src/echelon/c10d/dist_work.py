@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import final
 
 import torch
@@ -17,7 +18,7 @@ from echelon.comm.profiler_spans import NO_SPAN, caller_span, profiler_runs
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.errors import CommTimeout
-from echelon.process.background_threads import run_in_background
+from echelon.process.background_threads import run_on_idle_thread
 
 
 @final
@@ -106,7 +107,7 @@ class C10dWork(dist.Work):
                 ended.set_result(None)
             else:
                 # A rank that fails does not wait for what its futures wait for.
-                run_in_background("echelon future", self._fulfil, ended)
+                run_on_idle_thread(partial(self._fulfil, ended))
         return self._future
 
     def source_rank(self) -> int:

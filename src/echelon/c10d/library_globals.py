@@ -17,6 +17,12 @@ def _empty(value: Any) -> Any:
     return type(value)()
 
 
+def _without_runs(singletons: dict[type, Any]) -> dict[type, Any]:
+    """Hydra's objects by their classes but for those of a run that has begun."""
+    of_run = {"GlobalHydra", "HydraConfig"}
+    return {kind: value for kind, value in singletons.items() if kind.__name__ not in of_run}
+
+
 PLACES: tuple[Place, ...] = (
     Place(
         "accelerate.state",
@@ -27,6 +33,12 @@ PLACES: tuple[Place, ...] = (
         ),
         _empty,
         "the number of this rank, its device, and whether it accumulates gradients",
+    ),
+    Place(
+        "hydra.core.singleton",
+        ("Singleton._instances",),
+        _without_runs,
+        "the configuration with which this rank runs",
     ),
 )
 

@@ -14,10 +14,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import distributed_c10d
 
-from echelon.c10d.rank_variables import rank_variables
-from echelon.c10d.served_backends import new_process_group
+from echelon.c10d.rank_variables import rank_variables, timeout_variable
+from echelon.c10d.served_backends import serve_this_process
 from echelon.comm.torch_dist.stores import open_memory_store
 
 # ``torch.distributed`` has a function of the same name.
@@ -26,13 +25,14 @@ rendezvous = importlib.import_module("torch.distributed.rendezvous")
 _PORT = 29_500  # nothing listens there
 
 
-def start_rank(rank: int, size: int, store_path: str) -> None:
+def start_rank(rank: int, size: int, store_path: str, timeout: float) -> None:
     """Let this process be a rank for ``torch.distributed``, too, until it ends.
 
     Args:
         store_path: of the store that the ranks share.
+        timeout: seconds that a rank waits for others in one call.
     """
-    os.environ.update(rank_variables(rank, size, _PORT))
+    os.environ.update(rank_variables(rank, size, _PORT) | timeout_variable(timeout))
     numbers = count()
 
     def meet(
@@ -46,4 +46,4 @@ def start_rank(rank: int, size: int, store_path: str) -> None:
         yield c10d.PrefixStore(f"torch.distributed {next(numbers)}", store), place, total
 
     rendezvous._rendezvous_handlers["env"] = meet
-    vars(distributed_c10d)["_new_process_group_helper"] = new_process_group
+    serve_this_process()

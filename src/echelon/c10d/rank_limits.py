@@ -7,17 +7,20 @@ whose cause is that a rank is a thread, or has no GPU, get a note.
 from __future__ import annotations
 
 import importlib
+import multiprocessing.context
 import os
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 
+from echelon.comm.threads.process_state import register_state
 from echelon.comm.threads.rank_modules import VARIABLE
 from echelon.comm.threads.rank_order import current_owner
-from echelon.comm.threads.replaced_names import register_replacements
-from echelon.errors import UnsupportedError
+from echelon.comm.threads.replaced_names import Names, Place, register_replacements
+from echelon.errors import EchelonError, UnsupportedError
 from echelon.errors.message_text import message_of
 
 _PROCESSES = "or run it with --world processes, where each rank is a process"
@@ -49,6 +52,20 @@ _NOTES: tuple[tuple[str, str], ...] = (
         f"{_PROCESSES}",
     ),
 )
+# How libraries say that a process may make a call once only.
+_ONCE = re.compile(
+    r"already|(only|more than) once|multiple times|[Dd]uplicate|\btwice\b|can only be called"
+)
+_ONCE_NOTE = (
+    "simulated ranks are threads of one process, and a rank before this one may have made this "
+    "call: if a process may make it once only, let one rank make it, or have the library be each "
+    f"rank's own by {VARIABLE}=NAMES, {_PROCESSES}"
+)
+_INTEROP = (
+    "sets a number that simulated ranks share, and which can be set once: let all ranks set the "
+    f"same number before anything is computed, {_PROCESSES}"
+)
+
 _GPU_WORDS = ("CUDA", "cuda", "NVIDIA", "nccl", "NCCL", "no accelerator")
 _NO_GPU = (
     "this machine has no GPU, and simulated ranks compute on the CPU: let the program choose, as "
@@ -68,11 +85,15 @@ def note_for(error: BaseException) -> str | None:
     for part, note in _NOTES:
         if part in text:
             return note
-    kinds = RuntimeError | AssertionError | ValueError | ImportError | AttributeError
-    if not isinstance(error, kinds):
+    if not isinstance(error, Exception):
         return None
-    if not torch.cuda.is_available() and any(word in text for word in _GPU_WORDS):
+    kinds = RuntimeError | AssertionError | ValueError | ImportError | AttributeError
+    is_of_gpu = isinstance(error, kinds) and not torch.cuda.is_available()
+    if is_of_gpu and any(word in text for word in _GPU_WORDS):
         return _NO_GPU
+    is_ours = isinstance(error, EchelonError) or type(error).__module__.startswith("echelon.")
+    if not is_ours and _ONCE.search(text):
+        return _ONCE_NOTE
     return None
 
 
@@ -108,6 +129,32 @@ def _refusing(function: Callable[..., Any], name: str, reason: str) -> Callable[
 def _refuse(name: str, reason: str) -> NoReturn:
     raise UnsupportedError(f"{name} {reason}")
 
+
+def _shared_number(function: Callable[[int], None]) -> Callable[[int], None]:
+    """Sets the number of threads once for all ranks."""
+
+    @wraps(function)
+    def set_number(number: int) -> None:
+        try:
+            function(number)
+        except RuntimeError as error:
+            if current_owner() is None:
+                raise
+            if number != torch.get_num_interop_threads():
+                name = "torch.set_num_interop_threads"
+                raise UnsupportedError(f"{name}({number}) {_INTEROP}") from error
+
+    return set_number
+
+
+register_replacements(
+    "numbers that ranks share",
+    ((torch, "set_num_interop_threads", None),),
+    lambda function, _: _shared_number(function),
+)
+# How each rank starts processes.
+_start_method = Names([Place(multiprocessing.context._default_context, ("_actual_context",))])
+register_state("start method", _start_method.read, _start_method.write)
 
 # ``torch.multiprocessing`` has a function of the name of this module.
 _spawning = importlib.import_module("torch.multiprocessing.spawn")

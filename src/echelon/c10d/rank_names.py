@@ -23,8 +23,8 @@ from echelon.c10d import (  # register state
     simulated_rank,
     torch_globals,  # noqa: F401
 )
-from echelon.c10d.rank_variables import rank_variables
-from echelon.c10d.served_backends import new_process_group
+from echelon.c10d.rank_variables import rank_variables, timeout_variable
+from echelon.c10d.served_backends import new_process_group, set_group_timeout
 from echelon.c10d.simulated_store import (
     SimulatedFileStore,
     SimulatedHashStore,
@@ -70,6 +70,7 @@ register_replacements(
     "names of torch.distributed",
     (
         (distributed_c10d, "_new_process_group_helper", new_process_group),
+        (distributed_c10d, "_set_pg_timeout", set_group_timeout),
         (device_mesh.DeviceMesh, "__init__", _init_mesh_of_rank),
         (dist, "_make_distributed_pdb", BreakpointOfRank),
         *(
@@ -93,4 +94,5 @@ def start_rank(group: ThreadGroup) -> None:
         group: of all ranks.
     """
     simulated_rank.set_world_group(group)
-    os.environ.update(rank_variables(group.rank, group.size, hub_of(group).master_port))
+    variables = rank_variables(group.rank, group.size, hub_of(group).master_port)
+    os.environ.update(variables | timeout_variable(group.timeout))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+from echelon.comm.world import DEFAULT_TIMEOUT_S
+
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     """What torchrun sets for a rank of one host.
@@ -29,3 +33,14 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "echelon",
     }
+
+
+def timeout_variable(timeout: float) -> dict[str, str]:
+    """What lets groups of torch without a timeout of their own wait as long as the world does.
+
+    Args:
+        timeout: seconds; what the user has set in the environment is more than our default.
+    """
+    if timeout == DEFAULT_TIMEOUT_S and os.environ.get("ECHELON_TIMEOUT"):
+        return {}
+    return {"ECHELON_TIMEOUT": f"{timeout:g}"}

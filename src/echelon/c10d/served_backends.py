@@ -17,6 +17,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from echelon.c10d import simulated_rank
+from echelon.c10d.group_agreement import agree_on_group, is_made_by_all
 from echelon.c10d.named_process_group import BACKEND
 from echelon.c10d.process_group import ProcessGroupEchelon
 from echelon.process.environment import timeout_wanted
@@ -35,6 +36,7 @@ _DEFAULT_TIMEOUTS = (
 # Of torch, also where something that waits for the first group is in its place.
 _helper = distributed_c10d._new_process_group_helper
 _original = getattr(_helper, "__wrapped__", _helper)
+_set_timeout = distributed_c10d._set_pg_timeout
 _said = threading.Event()
 
 
@@ -75,6 +77,8 @@ def new_process_group(
     seconds = timeout_wanted(os.environ)
     if seconds is not None and options.get("timeout") in _DEFAULT_TIMEOUTS:
         options["timeout"] = timedelta(seconds=seconds)
+    if global_ranks_in_group and is_made_by_all(group_name):
+        agree_on_group(store, group_name, global_ranks_in_group, options["timeout"].total_seconds())
     ours = distributed_c10d.Backend(BACKEND)
     group, prefix_store = _original(
         group_size, group_rank, global_ranks_in_group, ours, store, group_name, **options
@@ -86,6 +90,23 @@ def new_process_group(
     if not global_ranks_in_group and group_rank == 0:
         _say_once(backend)
     return group, prefix_store
+
+
+@wraps(_set_timeout)
+def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
+    """Change the timeout of a group as torch does, which knows no groups but its own."""
+    group = distributed_c10d._get_default_group() if group is None else group
+    if isinstance(group, ProcessGroupEchelon):
+        group.set_timeout(timeout)
+    else:
+        _set_timeout(timeout, group)
+
+
+def serve_this_process() -> None:
+    """Have this process make the process groups that it asks torch for."""
+    names = vars(distributed_c10d)
+    names["_new_process_group_helper"] = new_process_group
+    names["_set_pg_timeout"] = set_group_timeout
 
 
 def _mpi_world() -> tuple[int, int, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -260,17 +260,26 @@ class SimulatedHashStore(SimulatedStore):
         super().__init__(Entries())
 
 
-def wait_for_members(store: c10d.Store, keys: list[str]) -> None:
-    """Return when a store has the keys of all members of a new group."""
+def wait_for_members(
+    store: c10d.Store,
+    keys: list[str],
+    signature: CallSignature,
+    missing: Callable[[], set[int]] | None = None,
+) -> None:
+    """Return when a store has the keys of all members of a new group.
+
+    Args:
+        missing: the ranks that have not come, as far as that is known.
+    """
     lowest = store
     while isinstance(lowest, c10d.PrefixStore):
         lowest = lowest.underlying_store
     if isinstance(lowest, SimulatedStore):
-        _await(CallSignature("init_process_group"), lambda: store.check(keys), None)
+        _await(signature, lambda: store.check(keys), None, missing)
         return
     while not store.check(keys):  # torch's own store, which does not say when it gets a key
         with suppress(CommTimeout):
-            _await(CallSignature("init_process_group"), lambda: store.check(keys), _LOOK_S)
+            _await(signature, lambda: store.check(keys), _LOOK_S, missing)
 
 
 def wait_for_keys(store: c10d.Store, keys: list[str], seconds: float | None = None) -> None:
@@ -286,8 +295,13 @@ def wait_for_keys(store: c10d.Store, keys: list[str], seconds: float | None = No
         ) from error
 
 
-def _await(signature: CallSignature, ready: Any, seconds: float | None) -> None:
-    simulated_rank.require_world_group().wait_until(signature, ready, seconds)
+def _await(
+    signature: CallSignature,
+    ready: Callable[[], bool],
+    seconds: float | None,
+    missing: Callable[[], set[int]] | None = None,
+) -> None:
+    simulated_rank.require_world_group().wait_until(signature, ready, seconds, missing)
 
 
 def _wake() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from echelon.comm.buffers import writable
 from echelon.errors import ArgumentError
 
 UNSET = timedelta(0)
@@ -89,7 +90,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, which has as many elements and may be the same tensor."""
     for target, source in zip(targets, sources, strict=True):
         if target is not source:
-            target.detach().copy_(source.view(target.shape))
+            writable(target).copy_(source.view(target.shape))
 
 
 def divide_integers(tensors: Sequence[Tensor], size: int) -> None:
@@ -98,4 +99,4 @@ def divide_integers(tensors: Sequence[Tensor], size: int) -> None:
     Lightning asks for such means of its counts of samples.
     """
     for tensor in tensors:
-        tensor.detach().div_(size, rounding_mode="trunc")
+        writable(tensor).div_(size, rounding_mode="trunc")

@@ -13,6 +13,7 @@ import torch
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommError, CommTimeout, EchelonError, StateError
+from echelon.process.background_threads import run_in_background
 
 Action = Callable[[], None]
 
@@ -150,6 +151,11 @@ class OrderedExecutor:
         worker.join(seconds)
         return not worker.is_alive()
 
+    def _ask_to_end(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def note_raised(self, error: BaseException) -> None:
         """Note that a caller has seen this error."""
         if error is self._error:
@@ -180,8 +186,7 @@ class OrderedExecutor:
             self._num_open += 1
             self._queue.append(work)
             if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._worker.start()
+                self._worker = run_in_background(self._name, self._work, stop=self._ask_to_end)
             self._changed.notify()
         return work
 

@@ -5,6 +5,7 @@ It is the lower half of ``Group``: worlds subclass ``Group``, and nothing else s
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Self, final
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon import events
+from echelon.checks import positive
 from echelon.comm.call_arguments import Arguments
 from echelon.comm.group_tree import GroupTree
 from echelon.comm.primitives import Derived, Primitive
@@ -48,7 +50,7 @@ class Transport(GroupTree, ABC):
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.device = device
-        self.timeout = timeout
+        self._timeout = timeout
         self.shares_memory = shares_memory
         self._arguments = Arguments(rank, self.size, device)
         self._note = note  # records each call, for reports that this rank died or hangs
@@ -57,7 +59,21 @@ class Transport(GroupTree, ABC):
         self._num_subgroups = 0
         disown_in_forks(self)
 
+    @property
+    def timeout(self) -> float:
+        """The seconds that a rank waits for others before it raises; each rank may set its own."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._use_timeout(positive("timeout", seconds, threading.TIMEOUT_MAX))
+        self._timeout = seconds
+
     # What a world implements -----------------------------------------------------------------
+
+    @abstractmethod
+    def _use_timeout(self, seconds: float) -> None:
+        """Wait for so long in calls from now on."""
 
     @abstractmethod
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:

@@ -29,6 +29,7 @@ from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.diagnosis.stuck_ranks import StuckRank, StuckRankRule, error_of, sign_of
 from echelon.errors import CommTimeout, WorldError
 from echelon.process import time_limits
+from echelon.process.background_threads import run_in_background
 from echelon.process.process_status import activity
 from echelon.process.replacement import Replacement
 
@@ -124,13 +125,9 @@ def start_exit_guard(
     # The kernel ends ranks of ``echelon run`` with their agent; torch's own agent leaves them.
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and VARIABLE not in os.environ
     agent = os.getppid() if under_torchrun else None
-    thread = threading.Thread(
-        target=_guard,
-        args=(monitor, timeout_s, agent, close),
-        name="echelon exit guard",
-        daemon=True,
+    run_in_background(
+        "echelon exit guard", _guard, monitor, timeout_s, agent, close, until_the_end=True
     )
-    thread.start()
 
 
 def _guard(
@@ -166,10 +163,8 @@ def _end_without_agent(
         "and its ranks end with it: look why it did, and start the job again"
     )
     print(f"rank {monitor.rank} {status.where}: {error}", file=sys.stderr, flush=True)
-    telling = threading.Thread(target=close, args=(error,), daemon=True)
     with suppress(RuntimeError):  # Python starts no more threads at its end
-        telling.start()
-        telling.join(time_limits.TELL_S)
+        run_in_background("echelon last words", close, error).join(time_limits.TELL_S)
     end_now()
 
 
@@ -223,8 +218,7 @@ def _end_process(error: CommTimeout, rank: int) -> None:
 
 def end_now() -> None:
     """End this process with exit code 1, and with what it has printed."""
-    flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # another thread may hold it
     with suppress(RuntimeError):  # Python starts no more threads at its end
-        flush.start()
-        flush.join(time_limits.FLUSH_S)
+        # Another thread may hold the stream.
+        run_in_background("echelon flush", sys.stdout.flush).join(time_limits.FLUSH_S)
     os._exit(1)

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 
-_DISAGREEMENTS = {error.__name__ for error in (CollectiveMismatch, ModelMismatch, StartMismatch)}
+_DISAGREEMENTS = {
+    error.__name__ for error in (CollectiveMismatch, DeadlockError, ModelMismatch, StartMismatch)
+}
 _LATER_FIELDS = ("op", "content")  # which records of earlier versions do not have
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
 _MAX_NBYTES = 1 << 26  # that reading a record may take

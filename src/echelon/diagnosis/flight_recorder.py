@@ -62,10 +62,13 @@ class _Field(IntEnum):
     SCRIPT_ENDED = 13
     GAVE_UP = 14
     GAVE_UP_CALL = 15
+    IN_TORCH = 16
+    SCRIPT_WAITS = 17
 
 
 # Each call writes these, and to look up a member of an enum takes longer than to write it.
 _CALL, _WAITS_FOR = int(_Field.CALL), int(_Field.WAITS_FOR)
+_SCRIPT_WAITS = int(_Field.SCRIPT_WAITS)
 
 
 class Phase(IntEnum):
@@ -98,6 +101,8 @@ class RankStatus:
         timeout_s: seconds that it waits for others in one call; 0 where it has not said so.
         script_ended: whether its script has come to its end, whatever its process still does.
         gave_up_on: a rank in the job that it waited for in vain in its last call, if it did.
+        script_waits: whether the thread of its script waits, or gave up, and not only another one.
+        in_torch: whether it has called ``init_process_group`` and not ``echelon.init``.
     """
 
     rank: int
@@ -114,11 +119,18 @@ class RankStatus:
     timeout_s: float = 0.0
     script_ended: bool = False
     gave_up_on: int | None = None
+    script_waits: bool = False
+    in_torch: bool = False
+
+    @property
+    def start(self) -> str:
+        """The function by which the rank enters its world."""
+        return "init_process_group" if self.in_torch else "echelon.init()"
 
     @property
     def where(self) -> str:
         """How far the rank has come, as text that follows its name."""
-        return "in echelon.init()" if self.phase is Phase.STARTING else f"at step {self.step}"
+        return f"in {self.start}" if self.phase is Phase.STARTING else f"at step {self.step}"
 
     @property
     def ended(self) -> bool:
@@ -178,12 +190,19 @@ class RankRecord:
         slot = self._slots.get(key) or self._write_text(key)
         self._longs[_CALL] = slot << 32 | call.position & 0xFFFFFFFF
 
-    def wait_for(self, rank: int | None) -> None:
-        """Record the rank in the job that this rank waits for; None: it does not wait."""
-        self._longs[_WAITS_FOR] = 0 if rank is None else rank + 1
+    def wait_for(self, rank: int | None, *, by_script: bool) -> None:
+        """Record the rank in the job that this rank waits for; None: it does not wait.
 
-    def give_up(self, rank: int) -> None:
+        Args:
+            by_script: whether the thread of the script waits.
+        """
+        self._longs[_WAITS_FOR] = 0 if rank is None else rank + 1
+        if rank is not None:
+            self._longs[_SCRIPT_WAITS] = by_script
+
+    def give_up(self, rank: int, *, by_script: bool) -> None:
         """Record the rank in the job that this rank has waited for in vain, until its next call."""
+        self._longs[_SCRIPT_WAITS] = by_script
         self._longs[_Field.GAVE_UP_CALL] = self._longs[_CALL]
         self._longs[_Field.GAVE_UP] = rank + 1
 
@@ -198,6 +217,10 @@ class RankRecord:
     def end_script(self) -> None:
         """Record that the script has ended; exit handlers and threads may still run."""
         self._longs[_Field.SCRIPT_ENDED] = 1
+
+    def enter_torch(self) -> None:
+        """Record that the rank enters its world by ``init_process_group``."""
+        self._longs[_Field.IN_TORCH] = 1
 
     def set_absent_rank(self, rank: int) -> None:
         """Tell the rank of this record, from the launcher, that another rank will never come."""
@@ -229,6 +252,8 @@ class RankRecord:
             timeout_s=longs[_Field.TIMEOUT_MS] / 1e3,
             script_ended=bool(longs[_Field.SCRIPT_ENDED]),
             gave_up_on=_optional(longs[_Field.GAVE_UP]) if gave_up_now else None,
+            script_waits=bool(longs[_SCRIPT_WAITS]),
+            in_torch=bool(longs[_Field.IN_TORCH]),
         )
 
     def _write_text(self, key: tuple[CallSignature, CallSite, str]) -> int:
@@ -337,10 +362,10 @@ class FlightRecorder:
 
 
 def where_of(rank: int, statuses: Mapping[int, RankStatus]) -> str:
-    """How far a rank had come; empty if no rank has called ``echelon.init()``."""
+    """How far a rank had come; empty if no rank has entered its world."""
     if rank in statuses:
         return statuses[rank].where
-    return "before echelon.init()" if statuses else ""
+    return next((f"before {status.start}" for status in statuses.values()), "")
 
 
 def _optional(field: int) -> int | None:

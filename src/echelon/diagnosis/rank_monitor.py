@@ -20,8 +20,8 @@ from echelon.diagnosis.rank_time import RankTime
 from echelon.diagnosis.root_cause import end_of_wait_chain
 from echelon.diagnosis.step_rows import StepRows
 from echelon.diagnosis.stuck_ranks import StuckRank, explained
-from echelon.errors import CommTimeout, RankFailed
-from echelon.process.forks import disown_in_forks
+from echelon.errors import CommTimeout, DeadlockError, RankFailed
+from echelon.process.forks import ForkMark, disown_in_forks, mark
 from echelon.process.process_status import activity
 
 if TYPE_CHECKING:
@@ -86,13 +86,21 @@ class RankMonitor:
         return monitor
 
     @classmethod
-    def of_job(cls, job: JobEnvironment, environ: Mapping[str, str]) -> Self:
-        """The monitor of a rank of ``job``, in the recorder of its launcher if that has one."""
+    def of_job(cls, job: JobEnvironment, environ: Mapping[str, str]) -> RankMonitor:
+        """The monitor of a rank of ``job``, in the recorder of its launcher if that has one.
+
+        A process has one, also if its program enters a world by several ways: two would write over
+        each other's texts.
+        """
         path = environ.get(VARIABLE)
+        key = (path, job.rank, job.attempt, mark())
+        if path and (known := _of_launcher.get(key)) is not None:
+            return known
         recorder = _opened(path, job) if path else None
         if recorder is None:
             return cls.alone(job.rank, job.attempt)
-        return cls(recorder, job.local_rank, job.rank, job.attempt)
+        monitor = _of_launcher[key] = cls(recorder, job.local_rank, job.rank, job.attempt)
+        return monitor
 
     def share(self, job: JobEnvironment, store: Store) -> None:
         """Move to one flight recorder for all ranks of this host. All ranks call it."""
@@ -145,6 +153,10 @@ class RankMonitor:
         self._timeout_s = timeout_s
         self._record.set_timeout(timeout_s)
 
+    def enter_torch(self) -> None:
+        """Record that this rank enters its world by ``init_process_group``."""
+        self._record.enter_torch()
+
     def end_script(self) -> None:
         """Record that the script of this rank has ended."""
         self._record.end_script()
@@ -171,12 +183,16 @@ class RankMonitor:
             else:
                 self._waits_for[threading.get_ident()] = rank
             first = next(iter(self._waits_for.values()), None)
-            self._record.wait_for(self._waits_for.get(self._thread, first))
+            by_script = self._thread in self._waits_for
+            self._record.wait_for(self._waits_for.get(self._thread, first), by_script=by_script)
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """Record the first of the ranks that this rank waited for in vain, until its next call."""
         if ranks:
-            self._record.give_up(ranks[0])
+            self._record.give_up(ranks[0], by_script=self._is_script())
+
+    def _is_script(self) -> bool:
+        return threading.get_ident() == self._thread
 
     # What it reads ---------------------------------------------------------------------------
 
@@ -184,7 +200,9 @@ class RankMonitor:
         """Raise ``RankFailed`` if the launcher knows that some rank will never come."""
         absent = self._record.absent_rank
         if absent is not None:
-            raise RankFailed(absent, "ended before it called echelon.init()", doing)
+            status = self.status(self.rank)
+            start = "echelon.init()" if status is None else status.start
+            raise RankFailed(absent, f"ended before it called {start}", doing)
 
     def status(self, rank: int) -> RankStatus | None:
         """The status of ``rank`` (in the job); None if it is not on this host."""
@@ -194,17 +212,47 @@ class RankMonitor:
         """The status of each rank of this host that has begun its record, by rank in the job."""
         return self._recorder.statuses(self._attempt)
 
-    def explained(self, error: CommTimeout) -> CommTimeout:
-        """``error`` with what those ranks of this host do that hold up the others."""
+    def explained(self, error: CommTimeout) -> CommTimeout | DeadlockError:
+        """``error`` with what those ranks of this host do that hold up the others.
+
+        Where the scripts of ranks wait for one another, none of them holds up the others.
+        """
         if not self.is_shared:
             return error
         statuses = self.statuses()
+        if self._is_script() and (circle := wait_circle(self.rank, error.missing, statuses)):
+            calls = {rank: (statuses[rank].call, (awaited,)) for rank, awaited in circle.items()}
+            return DeadlockError(calls, ())
         waits = {rank: _waited_for(status) for rank, status in statuses.items()}
         roots = {end_of_wait_chain(rank, waits, reporter=self.rank) for rank in error.missing}
         answers = stacks.ask(statuses.values())
         known = sorted(roots & set(statuses))
         stuck = [stuck_rank(statuses[rank], answers.get(rank, [])) for rank in known]
         return explained(error, stuck, answers) if stuck else error
+
+
+_of_launcher: dict[tuple[str | None, int, int, ForkMark], RankMonitor] = {}
+
+
+def wait_circle(
+    rank: int, missing: Sequence[int], statuses: Mapping[int, RankStatus]
+) -> dict[int, int]:
+    """For each rank of a circle of waits that ``rank`` is in, which one its script waits for.
+
+    Empty if there is no circle: where only another thread of a rank waits, its script may go on.
+    """
+    if not missing:
+        return {}
+    circle = {rank: missing[0]}
+    awaited = missing[0]
+    while awaited not in circle:
+        status = statuses.get(awaited)
+        following = None if status is None or not status.script_waits else _waited_for(status)
+        if following is None:
+            return {}
+        circle[awaited] = following
+        awaited = following
+    return circle if awaited == rank else {}
 
 
 def _waited_for(status: RankStatus) -> int | None:

@@ -182,7 +182,7 @@ def _mismatch(
         )
     if not different:
         return None
-    calls = {ranks.index(rank): record.call_text() for rank, record in stopped.items()}
+    calls = {rank: record.call_text() for rank, record in stopped.items()}
     if report.is_p2p:
         return CollectiveMismatch.of_message(report.group, calls)
     return CollectiveMismatch(report.group, report.position, calls)

@@ -91,7 +91,7 @@ class CollectiveMismatch(CommError):
     """The ranks of one group issued different collectives at the same position.
 
     Attributes:
-        calls: what each rank issued, by rank inside the group.
+        calls: what each rank issued, by rank in the job.
     """
 
     def __init__(self, group: str, position: int, calls: Mapping[int, str]) -> None:
@@ -120,6 +120,17 @@ class CollectiveMismatch(CommError):
         message = (
             f"a message in group {group!r} is received as something else than was sent:\n{rows}\n"
             "The receiver must give a tensor of the same dtype and number of elements."
+        )
+        return revive(cls, message, {"calls": dict(calls)})
+
+    @classmethod
+    def of_groups(cls, name: str, calls: Mapping[int, str]) -> Self:
+        """Ranks that make different groups of ``torch.distributed`` under one name."""
+        message = (
+            f"the ranks make different groups as number {name}:\n"
+            f"{rows_text(calls, _without_place)}\n"
+            "All ranks must make all groups in the same order, those that they are not in as well; "
+            "or give new_group use_local_synchronization=True, so that only members make a group."
         )
         return revive(cls, message, {"calls": dict(calls)})
 

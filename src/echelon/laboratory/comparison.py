@@ -37,6 +37,8 @@ class CauseKind(Enum):
     RANDOM_STREAM = "random streams are alike"
     BATCH_NORM = "a statistic of the batch was computed over a part of it"
     CLIPPING = "gradients were clipped by the norm of a part"
+    CLIPPED_BY_SOME = "some ranks clipped their gradients, and others did not"
+    NOT_ZEROED = "gradients of the step before were kept"
     STALE = "a value was not brought up to date"
     PRECISION = "a lower precision"
     ACCUMULATION = "accumulated gradients have a wrong scale"

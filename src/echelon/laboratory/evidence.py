@@ -163,9 +163,17 @@ class GradientEvidence:
         return equal([combined[name] for name in names], [self.whole[name] for name in names])
 
     def parts(
-        self, name: str, pieces: Sequence[tuple[int, Piece]], expected: Piece
+        self,
+        name: str,
+        pieces: Sequence[tuple[int, Piece]],
+        expected: Piece,
+        before: Mapping[int, Piece],
     ) -> list[GradientParts]:
-        """The parts of a gradient that the ranks have, by rank."""
+        """The parts of a gradient that the ranks have, by rank.
+
+        Args:
+            before: the parts that they had in the step before.
+        """
         full = expected.flat.reshape(expected.shape)
         total = _combined(self.local, [1.0] * len(self.local)) if self.is_known else None
         apart = self._clipped_apart()
@@ -176,6 +184,7 @@ class GradientEvidence:
             def range_of(gradients: Gradients | None, piece: Piece = piece) -> Tensor | None:
                 return None if gradients is None else piece.of(gradients[name])
 
+            old = before.get(rank)
             parts.append(
                 GradientParts(
                     rank=rank,
@@ -186,6 +195,7 @@ class GradientEvidence:
                     total=range_of(total),
                     mean_of_means=range_of(self.mean_of_means),
                     clipped_apart=range_of(apart),
+                    before=old.flat if old is not None and old.numel == piece.numel else None,
                 )
             )
         return parts

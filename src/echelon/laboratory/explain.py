@@ -95,7 +95,13 @@ def _gradient_causes(differing: Differing, trainings: Trainings, step: int) -> t
     )
     fulls = {piece.name: piece for piece in trainings.expected.steps[step].gradients}
     names = [difference.name for difference, _ in differing]
-    parts = [evidence.parts(name, list(_pieces_of(name, ranks)), fulls[name]) for name in names]
+    past = [values.steps[step - 1] for values in trainings.ranks] if step else []
+    parts = [
+        evidence.parts(
+            name, list(_pieces_of(name, ranks)), fulls[name], dict(_pieces_of(name, past))
+        )
+        for name in names
+    ]
     everywhere = rounded_gradients_cause(parts, facts)
     if everywhere is not None:
         return (replace(everywhere, names=tuple(names)),)

@@ -14,6 +14,8 @@ output. n ranks made k forwards each in the step. The optimizer got ``observed``
     observed = sum of local / n,    observed = k * whole  the loss was not divided by k
     observed = mean over forwards of the gradient of each one's loss: a mean of means
     observed = s[r] * whole, norm of the rank's part * s[r] = c for all ranks: clipped by parts
+    observed = s[r] * whole, s[r] = 1 on some ranks     only the others clipped
+    observed = whole + what the optimizer got before    nobody set gradients to zero
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class GradientParts:
         total: the sum of ``local`` over ranks; None if that is not known.
         mean_of_means: the mean over forwards of the gradient of the loss of each.
         clipped_apart: the mean of ``local``, each clipped by its own norm.
+        before: what the optimizer got in the step before; None in the first.
     """
 
     rank: int
@@ -63,6 +66,7 @@ class GradientParts:
     total: Tensor | None = None
     mean_of_means: Tensor | None = None
     clipped_apart: Tensor | None = None
+    before: Tensor | None = None
 
 
 @final
@@ -107,7 +111,11 @@ def gradient_cause(parts: Sequence[GradientParts], facts: StepFacts) -> Cause | 
         parts: of the ranks that have this gradient.
     """
     observed = [part.observed for part in parts]
-    for find in (_precision, _samples, _not_reduced, _scaled, _mean_of_means, _clipped):
+    signatures = (
+        *(_precision, _samples, _not_zeroed, _not_reduced, _scaled, _mean_of_means),
+        *(_clipped, _clipped_by_some),
+    )
+    for find in signatures:
         cause = find(parts, observed, facts)
         if cause is not None:
             return cause
@@ -150,6 +158,24 @@ def _samples(
     if not means and not equal(observed, totals, facts.close):
         return None
     return samples_cause(facts.coverage)
+
+
+def _not_zeroed(
+    parts: Sequence[GradientParts], observed: Sequence[Tensor], facts: StepFacts
+) -> Cause | None:
+    """A gradient to which that of the step before was added."""
+    before = [part.before for part in parts if part.before is not None]
+    if len(before) < len(parts) or not any(bool(tensor.any()) for tensor in before):
+        return None
+    sums = [part.whole + old for part, old in zip(parts, before, strict=True)]
+    if not equal(observed, sums, facts.close):
+        return None
+    return Cause(
+        kind=CauseKind.NOT_ZEROED,
+        text="the optimizer got the gradients of this step and of the step before, added up",
+        advice="Call optimizer.zero_grad() in every step, after step() or before the first "
+        "backward",
+    )
 
 
 def _not_reduced(
@@ -310,6 +336,37 @@ def _clipped(
     ):
         return None
     return _clipping(limit, facts.part_norms, "part of the gradient")
+
+
+def _clipped_by_some(
+    parts: Sequence[GradientParts], observed: Sequence[Tensor], facts: StepFacts
+) -> Cause | None:
+    """A gradient that is whole on some ranks and has a smaller norm on others."""
+    whole_norm = facts.whole_norm
+    if whole_norm is None or len(facts.observed_norms) < len(parts):
+        return None
+    others: list[int] = []
+    clipped: dict[int, float] = {}
+    for part in parts:
+        factor, error = proportion([part.observed], [part.whole])
+        norm = facts.observed_norms[part.rank]
+        # All gradients of the rank have this factor, or it scaled one alone.
+        if error > facts.close or not isclose(norm, factor * whole_norm, rel_tol=1e-3):
+            return None
+        if isclose(factor, 1.0, rel_tol=facts.close):
+            others.append(part.rank)
+        elif factor < 1:
+            clipped[part.rank] = norm
+    if not clipped or not others or len(clipped) + len(others) < len(parts):
+        return None
+    norms = shortened([f"{norm:.4g}" for norm in clipped.values()])
+    return Cause(
+        kind=CauseKind.CLIPPED_BY_SOME,
+        text=f"rank {shortened(list(clipped))} clipped its gradients to the norm {norms}, and rank "
+        f"{shortened(others)} kept the norm {whole_norm:.4g}",
+        advice="Clip on all ranks or on none, after gradients are reduced, as ec.clip_grad_norm_ "
+        "does",
+    )
 
 
 def _clipped_only_there(factor: float, facts: StepFacts) -> Cause | None:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, final
 
-from echelon.errors import BlackboxCorrupt, BlackboxError, StepNotKept
+from echelon.errors import BlackboxCorrupt, BlackboxError, ReplayMismatch, StepNotKept
 from echelon.errors.message_text import ranks_text
 from echelon.laboratory import box_folder
 from echelon.laboratory.box_folder import AttemptFolder, StretchFolder
@@ -215,6 +215,23 @@ def kept_attempts(run: Path) -> list[KeptAttempt]:
     if not kept:
         raise BlackboxError("has no black box: make an ec.Blackbox in the training loop", run)
     return kept
+
+
+def kept_batch(kept: KeptSteps, step: int) -> KeptSteps:
+    """What has the batch of another step, which may be before another checkpoint.
+
+    Raises:
+        StepNotKept: it was not kept; says which are.
+        ReplayMismatch: another number of ranks made it.
+        BlackboxError: there is no black box, or it is damaged or cannot be read.
+    """
+    of_attempt = [each for each in kept_attempts(kept.run) if each.folder == kept.attempt]
+    same_start = next(filter(None, (each.steps_to(step, kept.run) for each in of_attempt)), None)
+    with_batch = same_start or kept_steps(kept.run, step)
+    if (ranks := with_batch.facts.ranks) != kept.facts.ranks:
+        pair = (f"of {kept.facts.ranks} ranks", f"of step {step}, on {ranks} ranks")
+        raise ReplayMismatch(kept.run, {"batch": pair})
+    return with_batch
 
 
 def kept_steps(run: Path, step: int | None) -> KeptSteps:

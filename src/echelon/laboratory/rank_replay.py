@@ -58,7 +58,7 @@ class RankReplay:
     Args:
         kept: what the run has left.
         world: of the rank.
-        batch_of: the step whose batch the last step gets; None for its own.
+        batch: what has the batch that the last step gets; None for its own.
 
     Attributes:
         step: the number of the step under way; 0 before the first.
@@ -67,8 +67,8 @@ class RankReplay:
         differences: those that are others.
     """
 
-    def __init__(self, kept: KeptSteps, world: World, batch_of: int | None = None) -> None:
-        self._kept, self._world, self._batch_of = kept, world, batch_of
+    def __init__(self, kept: KeptSteps, world: World, batch: KeptSteps | None = None) -> None:
+        self._kept, self._world, self._batch = kept, world, batch
         self.step = 0
         self.has_ended = False
         self.num_compared = 0
@@ -109,8 +109,8 @@ class RankReplay:
         for step in range(kept.first_step, kept.step + 1):
             record = kept.begin(group.rank, step)
             self._restore(record, group)
-            if step == kept.step and self._batch_of is not None:
-                record = kept.begin(group.rank, self._batch_of)
+            if step == kept.step and self._batch is not None:
+                record = self._batch.begin(group.rank, self._batch.step)
             self.step, self._num_notes = step, 0
             batch = record["batch"]
             yield step, batch if build is None else build(**batch)
@@ -120,7 +120,7 @@ class RankReplay:
 
     def note(self, numbers: Mapping[str, Any]) -> None:
         """Compare numbers of the current step with those that the run has noted."""
-        if self._batch_of is not None and self.is_at_step:
+        if self._batch is not None and self.is_at_step:
             return
         recorded = self._kept.notes(self._world.rank, self.step)
         if self._num_notes < len(recorded):

@@ -24,7 +24,7 @@ from echelon.errors import (
     StateError,
 )
 from echelon.errors.message_text import message_of
-from echelon.laboratory.kept_run import KeptSteps, kept_steps
+from echelon.laboratory.kept_run import KeptSteps, kept_batch, kept_steps
 from echelon.laboratory.rank_replay import NoteDifference, RankReplay, StepReplayed
 from echelon.laboratory.replayed_program import as_started, check_trusted, function_of
 from echelon.launch.rank_function import taking_world
@@ -154,8 +154,7 @@ def replay(
     _check_call(fn, args, timeout)
     folder = Path(os.path.abspath(directory))
     kept = kept_steps(folder, step)
-    if batch_of is not None:
-        _check_kept(kept, batch_of, folder)
+    batch = None if batch_of is None else kept_batch(kept, batch_of)
     if fn is None:
         check_trusted(kept.attempt.facts, folder, kept.facts)
     differing = kept.facts.differing(with_script=fn is None)
@@ -166,7 +165,7 @@ def replay(
             stack.enter_context(as_started(kept.facts))
             fn = function_of(kept.facts)
         fn = taking_world(fn, len(args))
-        return _Replaying(kept, fn, batch_of).result(tuple(args), timeout)
+        return _Replaying(kept, fn, batch).result(tuple(args), timeout)
 
 
 def _check_call(fn: object, args: object, timeout: object) -> None:
@@ -176,20 +175,12 @@ def _check_call(fn: object, args: object, timeout: object) -> None:
     checks.positive("timeout", timeout, threading.TIMEOUT_MAX)
 
 
-def _check_kept(kept: KeptSteps, batch_of: int, folder: Path) -> None:
-    """Refuse the batch of a step that is not in the stretches of the replay."""
-    if not kept.first_step <= batch_of <= kept.step:
-        raise ReplayMismatch(
-            folder, {"batch": (f"of steps {kept.first_step} to {kept.step}", f"of step {batch_of}")}
-        )
-
-
 @final
 class _Replaying:
     """Runs the ranks of one replay, and collects how they end."""
 
-    def __init__(self, kept: KeptSteps, fn: Callable[..., Any], batch_of: int | None) -> None:
-        self._kept, self._fn, self._batch_of = kept, fn, batch_of
+    def __init__(self, kept: KeptSteps, fn: Callable[..., Any], batch: KeptSteps | None) -> None:
+        self._kept, self._fn, self._batch = kept, fn, batch
         self._replays: dict[int, RankReplay] = {}
         self._ends: dict[int, BaseException] = {}
 
@@ -238,7 +229,7 @@ class _Replaying:
         return next((rank for rank in alike if self._ends[rank] is error), min(alike, default=None))
 
     def _rank_main(self, world: World, *args: Any) -> None:
-        replay = RankReplay(self._kept, world, self._batch_of)
+        replay = RankReplay(self._kept, world, self._batch)
         self._replays[world.rank] = world.group.belongings[RankReplay] = replay
         world.is_replay = True
         world.backend = self._kept.facts.backend  # a script may choose by it, or name it in init

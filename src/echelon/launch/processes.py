@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from echelon.c10d import process_ranks
+from echelon.c10d.process_watch import close_groups, leave_groups, use_monitor
 from echelon.comm.shm.start import create_segments, join
 from echelon.comm.torch_dist.stores import create_store_memory
 from echelon.comm.world import World
@@ -353,12 +354,15 @@ def _child(
     )
     try:
         enter(world)
-        process_ranks.start_rank(rank, size, store_path)
+        use_monitor(monitor)
+        process_ranks.start_rank(rank, size, store_path, timeout)
         result = call(fn, world, args)
         world.close()
+        leave_groups()
         payload = function_pickle.dumps(("result", function_pickle.dumps_result(result, rank), ""))
     except BaseException as error:
         group.close(error)
+        close_groups(error)
         _send_error(pipe, error)
     else:
         pipe.send_bytes(payload)

@@ -2,58 +2,129 @@
 
 The program is ``__main__``, as if Python had been started with it. torch is imported only if the
 program does.
+
+[Note: a port of its own]
+The launcher serves the store at the port of ``MASTER_PORT``, and says by a variable that no rank
+must. A program that sets another port, or gives one to ``init_method``, has nobody who serves it:
+all ranks would wait there. So the variable holds for the launcher's port only, and not for what
+multiprocessing starts, whose processes meet among themselves.
 """
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, TracebackType
 from typing import Any
 
+from echelon.errors import CommTimeout
 from echelon.launch.program import Program
+from echelon.process.environment import timeout_wanted
 from echelon.process.offered_debugger import no_debugger
 
-_MODULE = "torch.distributed.distributed_c10d"
+_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+_launchers_port = os.environ.get("MASTER_PORT")  # before the program may set it
 
 
-class _ServingLoader(Loader):
-    """Loads torch's module, and has its first group served by echelon."""
+class _ChangingLoader(Loader):
+    """Loads a module of torch, and changes it then."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, change: Callable[[Any], None]) -> None:
+        self._loader, self._change = loader, change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        original = module._new_process_group_helper
+        self._change(module)
 
-        def first_group(*args: Any, **kwargs: Any) -> object:
-            from echelon.c10d.served_backends import new_process_group
 
-            module._new_process_group_helper = new_process_group  # type: ignore[attr-defined]
-            return new_process_group(*args, **kwargs)
+def _serve_groups(module: Any) -> None:
+    """Have the first group of ``torch.distributed``, and all others, served by echelon."""
+    original = module._new_process_group_helper
 
-        first_group.__wrapped__ = original  # type: ignore[attr-defined]
-        module._new_process_group_helper = first_group  # type: ignore[attr-defined]
+    def first_group(*args: Any, **kwargs: Any) -> object:
+        from echelon.c10d.served_backends import new_process_group, serve_this_process
+
+        serve_this_process()
+        return new_process_group(*args, **kwargs)
+
+    first_group.__wrapped__ = original  # type: ignore[attr-defined]
+    module._new_process_group_helper = first_group
+
+
+def _meet_at_own_ports(module: Any) -> None:
+    """Have rank 0 serve a store that the launcher does not: see [Note: a port of its own]."""
+    original = module._create_c10d_store
+
+    def create_store(
+        hostname: str, port: int, rank: int, size: int, timeout: timedelta, use_libuv: bool = True
+    ) -> object:
+        if str(port) == _launchers_port:
+            return original(hostname, port, rank, size, timeout, use_libuv)
+        if timeout == module.default_pg_timeout and (seconds := timeout_wanted(os.environ)):
+            timeout = timedelta(seconds=seconds)
+        try:
+            with _without_launchers_store():
+                return original(hostname, port, rank, size, timeout, use_libuv)
+        except RuntimeError as error:
+            if rank == 0 or "timed out" not in str(error):
+                raise
+            from echelon.c10d.process_watch import begin
+
+            begin(rank, size)  # so that the launcher learns of it
+            doing = f"init_process_group, whose store rank 0 serves at {hostname}:{port},"
+            raise CommTimeout(doing, [0], timeout.total_seconds()) from error
+
+    module._create_c10d_store = create_store
+
+
+@contextmanager
+def _without_launchers_store() -> Iterator[None]:
+    """Let the launcher's store be unknown in the body, and to processes that it starts."""
+    value = os.environ.pop(_STORE_VARIABLE, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[_STORE_VARIABLE] = value
+
+
+def _let_children_meet() -> None:
+    """Start processes of multiprocessing without the launcher's store."""
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_without(path: Any, args: Any, passfds: Any) -> int:
+        with _without_launchers_store():
+            return start(path, args, passfds)
+
+    vars(multiprocessing.util)["spawnv_passfds"] = start_without
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "torch.distributed.distributed_c10d": _serve_groups,
+    "torch.distributed.rendezvous": _meet_at_own_ports,
+}
 
 
 class _TorchFinder(MetaPathFinder):
-    """Finds torch's module when it is imported, and nothing else."""
+    """Finds the modules of torch to change when they are imported, and nothing else."""
 
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MODULE:
+        if name not in _CHANGES:
             return None
         spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
         if spec is not None and spec.loader is not None:
-            spec.loader = _ServingLoader(spec.loader)
+            spec.loader = _ChangingLoader(spec.loader, _CHANGES[name])
         return spec
 
 
@@ -66,6 +137,7 @@ def run_program(words: Sequence[str]) -> None:
     code, names = program.read()
     sys.argv = [names["__file__"], *arguments]
     sys.meta_path.insert(0, _TorchFinder())
+    _let_children_meet()
     _hide_frames()
     main = vars(sys.modules["__main__"])
     main.clear()

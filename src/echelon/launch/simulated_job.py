@@ -21,6 +21,7 @@ from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQu
 from echelon.launch.program import Program, threads_per_rank
 from echelon.launch.rank_lines import WholeLines, printing_as
 from echelon.process import time_limits
+from echelon.process.environment import timeout_wanted
 from echelon.process.process_end import end_now, exit_code_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def run_threads(
     from echelon.comm.world import DEFAULT_TIMEOUT_S
     from echelon.launch.run import run
 
-    wanted = None if concurrent else timeout  # they share the environment
+    # Those that run at the same time share the environment.
+    wanted = None if concurrent else timeout or timeout_wanted(os.environ)
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
     guard_exit(timeout)
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
@@ -117,6 +119,9 @@ def _rank_main(
     times.append((world.rank, world.steps.time))
     if timeout is not None:
         os.environ["ECHELON_TIMEOUT"] = f"{timeout:g}"  # that of this rank, for groups of torch
+    else:
+        os.environ.pop("ECHELON_TIMEOUT", None)  # they wait as long as with torchrun
+    output = sys.stdout  # which the rank may replace for itself
     with printing_as(world.rank):
         try:
             code, names = read()
@@ -127,8 +132,8 @@ def _rank_main(
             raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
             raise
         finally:
-            if isinstance(sys.stdout, WholeLines):
-                sys.stdout.end()
+            if isinstance(output, WholeLines):
+                output.end()
 
 
 def _ending(

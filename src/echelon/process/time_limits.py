@@ -38,6 +38,10 @@ STORE_S = 2.0  # a store behind a cut link never answers: a call to it is given 
 STACK_ANSWER_S = 1.0  # what a process gets to write its stack; it may have to wait for a core
 STORE_CALL_S = 120.0  # what an object store gets for one call of a save or a load
 
+# How long simulated ranks wait for the turn of others, which another thread of the process has
+# started: a turn may compile a model.
+OTHER_WORLD_S = 3600.0
+
 # On request ------------------------------------------------------------------------------------
 
 SAVE_S = 5.0  # what ranks get after a stop signal to save and leave, unless --grace says more

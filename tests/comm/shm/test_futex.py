@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from echelon.comm.shm.futex import Bell
+from echelon.comm.shm import futex
+from echelon.comm.shm.futex import Bell, fence_of
 from echelon.errors import WorldError
 from tests.processes import becomes_true
 
@@ -63,3 +64,25 @@ def test_a_machine_without_a_known_futex_is_told_what_to_use(
     monkeypatch.setattr(platform, "machine", lambda: "vax")
     with pytest.raises(WorldError, match="the futex of vax is not known here: use backend='gloo'"):
         Bell(0)
+
+
+def test_another_machine_than_x86_has_the_barrier_of_c_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    barriers: list[int] = []
+
+    class Atomics:
+        def atomic_thread_fence(self, order: ctypes.c_int) -> None:
+            barriers.append(order.value)
+
+    monkeypatch.setattr(futex.ctypes, "CDLL", lambda name: Atomics())
+    fence_of("aarch64")()
+    fence_of("x86_64")()
+    assert barriers == [5]  # memory_order_seq_cst
+
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(futex.ctypes, "CDLL", absent)
+    with pytest.raises(WorldError, match=r"which aarch64 gets from libatomic\.so\.1.*install it"):
+        fence_of("aarch64")()

@@ -84,6 +84,9 @@ class FakeGroup(Group):
         self._present, self._present_ranks = present, present_ranks
         self._issued = issued
 
+    def _use_timeout(self, seconds: float) -> None:
+        """Nobody is waited for."""
+
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         if isinstance(operation, Derived):
             operation = operation.primitive(self.rank, self.size)

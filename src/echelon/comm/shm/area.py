@@ -81,7 +81,8 @@ class Area:
     Attributes:
         segment: the memory, of ``Area.nbytes(size)``.
         table: the ranks of the job.
-        rank: this rank in the group; ``ranks`` are those of all members in the job.
+        rank: this rank in the group; ``ranks`` are those of all members in the table, and
+            ``job_ranks`` in the job.
         timeout: the seconds to wait in one round.
         round: the last round that this rank has posted.
     """
@@ -97,10 +98,11 @@ class Area:
     ) -> None:
         self.segment, self.table, self.name, self.timeout = segment, table, name, timeout
         self.rank, self.ranks = rank, ranks
+        self.job_ranks = [table.job_ranks[r] for r in ranks]
         self.size = len(ranks)
         self.peers = [r for r in range(self.size) if r != rank]
         self.round = 0
-        self._peers_in_job = [ranks[r] for r in self.peers]
+        self._peers_in_table = [ranks[r] for r in self.peers]
         self.bytes = memoryview(segment.buffer)
         self.words = self.bytes.cast("I")
         self._longs = self.bytes.cast("Q")
@@ -146,7 +148,7 @@ class Area:
         target = self.round = (self.round + 1) & 0xFFFFFFFF
         fence()  # peers must see the data of the round before its number
         words[self.rank * _WORDS + _ROUND] = target
-        self.table.wake(self._peers_in_job)
+        self.table.wake(self._peers_in_table)
         for peer in self.peers:
             at = peer * _WORDS + _ROUND
             if (words[at] - target) & 0xFFFFFFFF >= _HALF:
@@ -154,7 +156,7 @@ class Area:
         fence()
 
     def absent(self) -> list[int]:
-        """The ranks (in the job) that have not posted the last round of this rank."""
+        """The ranks (in the table) that have not posted the last round of this rank."""
         return [
             self.ranks[peer]
             for peer in self.peers
@@ -208,7 +210,7 @@ class Area:
         return self.table.pid(self.ranks[rank])
 
     def exchange_texts(self, call: CollectiveCall, text: str) -> dict[int, str]:
-        """The text of every rank, by rank, for an error that all ranks raise. Takes one round."""
+        """The text of every rank, by rank in the job, for an error of all. Takes one round."""
         data = text_bytes(text)[: _PAGE - _TEXT_START]
         start = self.rank * _PAGE + _TEXT_START
         self.bytes[start : start + len(data)] = data
@@ -218,7 +220,9 @@ class Area:
         for rank in range(self.size):
             start = rank * _PAGE + _TEXT_START
             length = self.words[rank * _WORDS + _TEXT_LENGTH]
-            texts[rank] = bytes(self.bytes[start : start + length]).decode(errors="replace")
+            texts[self.job_ranks[rank]] = bytes(self.bytes[start : start + length]).decode(
+                errors="replace"
+            )
         return texts
 
     def share_segments(
@@ -252,6 +256,6 @@ class Area:
             local.unpublish()
         for rank, token in refused.items():
             needed, available, file_limit = map(int, token.removeprefix(_REFUSED).split(":"))
-            where = f"{what} (on rank {self.ranks[rank]})"
+            where = f"{what} (on rank {self.job_ranks[rank]})"
             raise SharedMemoryError(where, needed, available, file_limit=bool(file_limit))
         return segments

@@ -65,21 +65,20 @@ class Collectives:
         """Forget a window that is closed."""
         self._windows.pop(_storage_address(regions[self.area.rank]), None)
 
-    def _key(self, tensor: Tensor) -> int:
-        """64 bits that say where in which window ``tensor`` lies; 0 if it lies in none."""
-        window = self._windows.get(_storage_address(tensor))
-        if window is None:
-            return 0
-        return window.number << _WINDOW_SHIFT | (_offset_nbytes(tensor) + 1)
+    def _window_of(self, tensor: Tensor) -> _SharedWindow | None:
+        """The open window in which ``tensor`` lies. A call keeps it, though it may be dropped."""
+        return self._windows.get(_storage_address(tensor))
 
-    def _in_place(self, tensor: Tensor, keys: Sequence[int]) -> list[Tensor] | None:
+    def _in_place(
+        self, tensor: Tensor, window: _SharedWindow | None, keys: Sequence[int]
+    ) -> list[Tensor] | None:
         """The tensors of all ranks, if they lie at the same place of one window; else None."""
-        if not keys[0] or any(key != keys[0] for key in keys):
+        if window is None or any(key != keys[0] for key in keys):
             return None
         start, nbytes = _offset_nbytes(tensor), tensor.nbytes
         return [
             region.view(torch.uint8).narrow(0, start, nbytes).view(tensor.dtype)
-            for region in self._windows[_storage_address(tensor)].regions
+            for region in window.regions
         ]
 
     # First rounds ----------------------------------------------------------------------------
@@ -98,8 +97,9 @@ class Collectives:
 
         Peers learn the address of ``tensor``, too.
         """
-        self.area.agree(call, self._key(tensor), tensor.data_ptr())
-        return self._in_place(tensor, self.area.keys(call))
+        window = self._window_of(tensor)
+        self.area.agree(call, _key(window, tensor), tensor.data_ptr())
+        return self._in_place(tensor, window, self.area.keys(call))
 
     def _large_path(self, call: CollectiveCall) -> Direct | Staged:
         """The path of large data, which all ranks choose together at the first large call."""
@@ -241,6 +241,13 @@ class Collectives:
             calls = area.exchange_texts(call, text)
             raise CollectiveMismatch.of_parts(area.name, call.position, calls)
         return ExchangedParts(max(map(max, sent)), [row[2 * n :] for row in rows])
+
+
+def _key(window: _SharedWindow | None, tensor: Tensor) -> int:
+    """64 bits that say where in which window ``tensor`` lies; 0 if it lies in none."""
+    if window is None:
+        return 0
+    return window.number << _WINDOW_SHIFT | (_offset_nbytes(tensor) + 1)
 
 
 def _storage_address(tensor: Tensor) -> int:

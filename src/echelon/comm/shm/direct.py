@@ -126,7 +126,7 @@ class Direct:
             return
         self._area.next_round(call)  # raises ``RankFailed`` if the peer died or left
         raise CommError(
-            f"rank {self._area.ranks[self._area.rank]} could not read {output.nbytes} bytes of "
-            f"rank {self._area.ranks[peer]} during {call}: that memory was freed or moved "
+            f"rank {self._area.job_ranks[self._area.rank]} could not read {output.nbytes} bytes of "
+            f"rank {self._area.job_ranks[peer]} during {call}: that memory was freed or moved "
             "before the call had ended"
         )

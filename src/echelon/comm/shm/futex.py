@@ -6,6 +6,8 @@ import ctypes
 import errno
 import platform
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from echelon.errors import WorldError
@@ -13,6 +15,7 @@ from echelon.errors import WorldError
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared by processes
 _EVERYONE = 0x7FFFFFFF
+_SEQ_CST = 5  # of C's memory_order
 
 
 class _Timespec(ctypes.Structure):
@@ -68,11 +71,34 @@ class Bell:
 _lock = threading.Lock()
 
 
-def fence() -> None:
-    """Order all earlier loads and stores of this thread before all later ones.
-
-    Python has no memory barrier, but taking a lock is an atomic read-modify-write, which is one.
-    Without it a plain store may pass a later load, even on x86.
-    """
+def _lock_and_unlock() -> None:
     _lock.acquire()
     _lock.release()
+
+
+def fence_of(machine: str) -> Callable[[], object]:
+    """What orders all earlier loads and stores of a thread before all later ones, on a machine.
+
+    Python has no memory barrier. On x86, taking a lock is an atomic read-modify-write, which is
+    one: without it a plain store may pass a later load. On other machines a lock orders less, so
+    the barrier is that of C, which its library of atomics has as a function.
+    """
+    if machine in ("x86_64", "AMD64"):
+        return _lock_and_unlock
+    try:
+        barrier = ctypes.CDLL("libatomic.so.1").atomic_thread_fence
+    except (OSError, AttributeError):
+
+        def refuse() -> None:
+            raise WorldError(
+                f"processes that share memory need a memory barrier, which {machine} gets from "
+                "libatomic.so.1, and it is not there: install it (Debian: apt install libatomic1), "
+                "or use backend='gloo'"
+            )
+
+        return refuse
+    return partial(barrier, ctypes.c_int(_SEQ_CST))
+
+
+fence = fence_of(platform.machine())
+"""Order all earlier loads and stores of this thread before all later ones."""

@@ -19,8 +19,12 @@ from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
 from echelon.errors.message_text import message_of
+from echelon.process import time_limits
 
 T = TypeVar("T")
+
+# An action itself raises after the timeout, and knows for which rank it waited.
+_BEYOND_S = 10.0
 
 
 @final
@@ -37,7 +41,7 @@ class ShmGroup(Group):
         super().__init__(
             area.name,
             area.rank,
-            area.ranks,
+            area.job_ranks,
             torch.device("cpu"),
             area.timeout,
             shares_memory=True,
@@ -45,11 +49,10 @@ class ShmGroup(Group):
         )
         self._area = area
         self._collectives = Collectives(area)
-        # An action itself raises after the timeout, and knows for which rank it waited.
         self._executor = OrderedExecutor(
             f"collectives of {area.name}",
-            area.absent,
-            wait_s=area.timeout + 10.0,
+            lambda: area.table.named(area.absent()),
+            wait_s=area.timeout + _BEYOND_S,
             stops_at_error=True,
         )
         self._mailbox = Mailbox(area)
@@ -57,6 +60,9 @@ class ShmGroup(Group):
         self._num_windows = 0
         self._on_close = on_close
         self._closed = False
+
+    def _use_timeout(self, seconds: float) -> None:
+        self._area.timeout, self._executor.wait_s = seconds, seconds + _BEYOND_S
 
     def close(self, failure: BaseException | str | None = None) -> None:
         """Complete outstanding communication, then leave the group.
@@ -78,12 +84,24 @@ class ShmGroup(Group):
             self._area.table.leave(failure)
         for subgroup in self._subgroups:
             subgroup.close(failure)
-        self._executor.close()
+        self._end_collectives(failure)
         if failure is None:
             self._mailbox.close()
             self._on_close()
         else:  # the table says already why this rank left
             self._mailbox.abandon()
+
+    def _end_collectives(self, failure: object) -> None:
+        """Run outstanding collectives to their end, which their own limits bound."""
+        limit_s = self.timeout + _BEYOND_S if failure is None else time_limits.CLOSE_FAILED_WORLD_S
+        if not self._executor.close(seconds=limit_s) and failure is None:
+            doing = f"the end of group {self.name!r}, with collectives under way,"
+            raise CommTimeout(doing, self._executor.awaited(), limit_s)
+
+    def leave(self) -> None:
+        """Tell the others that this rank communicates no more; nothing is waited for."""
+        if not self._closed:
+            self._area.table.leave(None)
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         method = METHODS.get(type(operation))
@@ -120,7 +138,7 @@ class ShmGroup(Group):
         segments = area.share_segments(call, nbytes, what=f"group {name!r}", reserve=False)
         if self.rank not in members:
             return None
-        rank, ranks = members.index(self.rank), [self.ranks[member] for member in members]
+        rank, ranks = members.index(self.rank), [self._area.ranks[member] for member in members]
         return ShmGroup(Area(segments[members[0]], area.table, rank, ranks, name, self.timeout))
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

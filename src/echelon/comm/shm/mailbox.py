@@ -27,6 +27,8 @@ from echelon.comm.shm.message_ring import Header, RingMessage, RingReader, RingW
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch, CommTimeout, StateError
+from echelon.process import time_limits
+from echelon.process.background_threads import run_in_background
 
 # The helper thread wakes up this often even if nobody wakes it; nothing depends on it.
 _LOOK_S = 1.0
@@ -149,10 +151,14 @@ class Mailbox:
 
     def abandon(self) -> None:
         """End the helper thread and drop outgoing messages."""
+        self._ask_to_end()
+        if self._thread is not None:
+            self._thread.join(time_limits.END_THREADS_S)
+
+    def _ask_to_end(self) -> None:
         self._closing = True
         if self._thread is not None:
             self._area.table.wake_helper(self._area.ranks[self._area.rank])
-            self._thread.join()
 
     def _check_open(self, call: CollectiveCall) -> None:
         if self._closing:
@@ -162,8 +168,7 @@ class Mailbox:
         assert item.call is not None
         if not (item.complete or item.call.blocking or self._thread):
             name = f"messages of {self._area.name}"
-            self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-            self._thread.start()
+            self._thread = run_in_background(name, self._loop, stop=self._ask_to_end)
         return _MailWork(item.call, self, item)
 
     def _loop(self) -> None:
@@ -255,7 +260,8 @@ class Mailbox:
         number = "" if header.position is None else f" (#{header.position})"
         numel = header.nbytes // header.dtype.itemsize
         sent = f"send {name}[{numel}] with tag {item.tag}{number}"
-        calls = {self._area.rank: f"{item.call.signature} at {item.call.place}", item.peer: sent}
+        ranks, received = self._area.job_ranks, f"{item.call.signature} at {item.call.place}"
+        calls = {ranks[self._area.rank]: received, ranks[item.peer]: sent}
         item.error = CollectiveMismatch.of_message(self._area.name, calls)
         item.complete = True
         return False

@@ -58,10 +58,22 @@ class RankTable:
     Attributes:
         segment: the memory, of ``RankTable.nbytes(size)``.
         monitor: the records about this rank and the others, for reports.
+        job_ranks: the ranks in the job, by their rank in this table; None: the same numbers.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int, monitor: RankMonitor) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        size: int,
+        monitor: RankMonitor,
+        job_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.segment, self.rank, self.size, self.monitor = segment, rank, size, monitor
+        self._is_of_job = job_ranks is None
+        self.job_ranks = range(size) if job_ranks is None else tuple(job_ranks)
+        self._has_left = False
+        self._left: str | None = None  # why this rank has left
         self._bytes = memoryview(segment.buffer)
         self._words = self._bytes.cast("I")
         base = ctypes.addressof(ctypes.c_char.from_buffer(segment.buffer))
@@ -97,8 +109,8 @@ class RankTable:
         while missing := [r for r in everyone if self._state(r) == _ABSENT]:
             self._sleep(_OWNER, lambda: self._state(missing[0]) != _ABSENT, _LOOK_S)
             if time.monotonic() > deadline:
-                late = f"rank {self.rank}, starting a world of {self.size} ranks,"
-                raise self.monitor.explained(CommTimeout(late, missing, timeout))
+                late = f"rank {self.job_ranks[self.rank]}, starting a world of {self.size} ranks,"
+                raise self.monitor.explained(CommTimeout(late, self.named(missing), timeout))
         for r in everyone:
             # A rank without a descriptor counts as dead.
             with suppress(ProcessLookupError):
@@ -116,16 +128,18 @@ class RankTable:
     def leave(self, failure: str | None, at_fault: int | None = None) -> None:
         """Record that this rank has left, and wake all ranks.
 
-        The errors of other ranks repeat ``failure``. ``at_fault`` is the rank that it is about; by
-        default it is this rank.
+        The errors of other ranks repeat ``failure``, and so do waits of this rank that are under
+        way on other threads. ``at_fault`` is the rank in the job that it is about; by default it is
+        this rank.
         """
+        self._has_left, self._left = True, failure
         if failure is not None:
             text = text_bytes(failure)[: _PAGE - _TEXT_START]
             start = self.rank * _PAGE + _TEXT_START
             self._bytes[start : start + len(text)] = text
             self._words[self._at(self.rank, _TEXT_LENGTH)] = len(text)
             self._words[self._at(self.rank, _AT_FAULT)] = (
-                self.rank if at_fault is None else at_fault
+                self.job_ranks[self.rank] if at_fault is None else at_fault
             )
             fence()
         self._words[self._at(self.rank, _STATE)] = _LEFT if failure is None else _FAILED
@@ -133,7 +147,8 @@ class RankTable:
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._pidfds.clear()
-        self.monitor.set_phase(Phase.CLOSED)
+        if self._is_of_job:
+            self.monitor.set_phase(Phase.CLOSED)
 
     # Sleeping and waking ---------------------------------------------------------------------
 
@@ -188,11 +203,12 @@ class RankTable:
                     raise failure
                 if now() >= deadline:
                     # Else this rank would look as if it computed.
-                    self.monitor.give_up(late := missing())
-                    raise CommTimeout(doing(), late, timeout)
+                    late_in_job = self.named(missing())
+                    self.monitor.give_up(late_in_job)
+                    raise CommTimeout(doing(), late_in_job, timeout)
                 # Recorded each time, because another thread of this rank may have ended a wait.
                 if late := missing():
-                    self.monitor.wait_for(late[0])
+                    self.monitor.wait_for(self.job_ranks[late[0]])
                     is_recorded = True
         finally:
             if is_recorded:
@@ -211,6 +227,8 @@ class RankTable:
         self, doing: Callable[[], str], missing: Callable[[], Sequence[int]]
     ) -> RankFailed | None:
         """The error if a rank failed, or if a missing rank left or died; else None."""
+        if self._left is not None:
+            return RankFailed(self.job_ranks[self.rank], self._left, doing())
         for rank in range(self.size):
             if self._state(rank) == _FAILED and rank != self.rank:
                 at_fault = self._words[self._at(rank, _AT_FAULT)]
@@ -220,14 +238,14 @@ class RankTable:
             if rank == self.rank:
                 continue
             if self._state(rank) == _LEFT:
-                return RankFailed(rank, "returned and left the world", doing())
+                return RankFailed(self.job_ranks[rank], "returned and left the world", doing())
             if rank in dead:
                 died = f"died{self._where(rank)}: it was killed, crashed or called os._exit"
-                return RankFailed(rank, died, doing())
+                return RankFailed(self.job_ranks[rank], died, doing())
         return None
 
     def _where(self, rank: int) -> str:
-        entry = self.monitor.status(rank)
+        entry = self.monitor.status(self.job_ranks[rank])
         return "" if entry is None else f" {entry.where}"
 
     def _sleep(self, kind: int, done: Callable[[], bool], seconds: float) -> None:
@@ -245,6 +263,10 @@ class RankTable:
             with self._sleep_lock:
                 self._num_sleepers[kind] -= 1
                 words[at + 1] = self._num_sleepers[kind]
+
+    def named(self, ranks: Sequence[int]) -> list[int]:
+        """These ranks of the table in the job."""
+        return [self.job_ranks[rank] for rank in ranks]
 
     # Reading the table -----------------------------------------------------------------------
 
@@ -265,11 +287,14 @@ class RankTable:
         return bytes(self._bytes[start : start + length]).decode(errors="replace")
 
     def _dead(self) -> set[int]:
-        """Ranks whose process has ended; a zombie counts."""
+        """Ranks whose process has ended; a zombie counts. None can be seen once this rank left."""
+        if self._has_left:
+            return set()
         poll = select.poll()
         by_descriptor = {descriptor: rank for rank, descriptor in self._pidfds.items()}
         for descriptor in by_descriptor:
             poll.register(descriptor, select.POLLIN)
-        dead = {by_descriptor[descriptor] for descriptor, _ in poll.poll(0)}
+        # A descriptor that this rank has closed meanwhile is no sign of a death.
+        dead = {by_descriptor[each] for each, event in poll.poll(0) if event & select.POLLIN}
         joined = {r for r in range(self.size) if self._state(r) == _HERE and r != self.rank}
         return dead | (joined - set(self._pidfds))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.group import ShmGroup
 from echelon.comm.shm.rank_table import RankTable
@@ -30,13 +32,14 @@ def join(
     timeout: float,
     name: str = "world",
     monitor: RankMonitor | None = None,
+    job_ranks: Sequence[int] | None = None,
 ) -> ShmGroup:
     """Join the job whose segments have ``tokens``, and return when all ranks have joined.
 
     Without a ``monitor``, this rank records nothing about itself for the others.
     """
     segments = Segment.open(tokens[0]), Segment.open(tokens[1])
-    return _enter(rank, size, segments, timeout, name, monitor)
+    return _enter(rank, size, segments, timeout, name, monitor, job_ranks)
 
 
 def connect(
@@ -47,23 +50,27 @@ def connect(
     timeout: float,
     name: str = "world",
     monitor: RankMonitor | None = None,
+    job_ranks: Sequence[int] | None = None,
 ) -> ShmGroup:
     """Join the other ranks of this host through ``store``, and return when all have joined.
 
     Different jobs on one store need different names. Without a ``monitor``, this rank records
-    nothing about itself for the others.
+    nothing about itself for the others. ``job_ranks`` are the members of a group of some ranks, by
+    their numbers in the job; errors name them so.
     """
     key = f"echelon/{name}/segments"
     if rank == 0:
         segments = create_segments(size)
         store.set(key, " ".join(segment.token for segment in segments))
         try:
-            return _enter(rank, size, segments, timeout, name, monitor)
+            return _enter(rank, size, segments, timeout, name, monitor, job_ranks)
         finally:
             for segment in segments:
                 segment.unpublish()
     table, area = store.get(key).decode().split()
-    return join(rank, size, (table, area), timeout=timeout, name=name, monitor=monitor)
+    return join(
+        rank, size, (table, area), timeout=timeout, name=name, monitor=monitor, job_ranks=job_ranks
+    )
 
 
 def _enter(
@@ -73,10 +80,11 @@ def _enter(
     timeout: float,
     name: str,
     monitor: RankMonitor | None,
+    job_ranks: Sequence[int] | None,
 ) -> ShmGroup:
-    table = RankTable(
-        segments[0], rank, size, RankMonitor.alone(rank) if monitor is None else monitor
-    )
+    if monitor is None:
+        monitor = RankMonitor.alone(rank if job_ranks is None else job_ranks[rank])
+    table = RankTable(segments[0], rank, size, monitor, job_ranks)
     table.join(encode(start_facts(timeout=timeout)), timeout)
     try:
         compare(table.notes())

@@ -22,6 +22,7 @@ from echelon.diagnosis import stacks
 from echelon.diagnosis.exit_guard import awaited_threads, end_now
 from echelon.diagnosis.stuck_ranks import StuckRank
 from echelon.process import time_limits
+from echelon.process.background_threads import run_in_background
 from echelon.process.process_status import activity
 
 _PAUSE_S = 0.2
@@ -45,10 +46,9 @@ class _Guard:
             self.limit_s = max(self.limit_s, limit_s)
             if self._thread is None:
                 atexit.register(self._passed.set)  # runs after the handlers of ranks
-                self._thread = threading.Thread(
-                    target=self._watch, name="echelon exit guard", daemon=True
+                self._thread = run_in_background(
+                    "echelon exit guard", self._watch, until_the_end=True
                 )
-                self._thread.start()
 
     def _watch(self) -> None:
         main = threading.main_thread()

@@ -95,6 +95,9 @@ class ThreadGroup(Group):
         require_of_rank(self._world, call)
         self._world.note(call)
 
+    def _use_timeout(self, seconds: float) -> None:
+        """Each call reads the timeout of its group."""
+
     @property
     def thread_world(self) -> ThreadWorld:
         """What all simulated ranks of the job share."""
@@ -211,7 +214,7 @@ class ThreadGroup(Group):
         first = calls[0]
         for call in calls:
             if call.signature != first.signature:
-                texts = {rank: f"{c.signature} at {c.place}" for rank, c in enumerate(calls)}
+                texts = {c.rank: f"{c.signature} at {c.place}" for c in calls}
                 raise CollectiveMismatch(self.name, first.position, texts)
 
     def _mail(self, call: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
@@ -243,7 +246,7 @@ class ThreadGroup(Group):
         source, target = send.tensor, receive.tensor
         if source.dtype != target.dtype or source.numel() != target.numel():
             texts = {
-                side.rank: f"{side.call.signature} at {side.call.place}"
+                side.call.rank: f"{side.call.signature} at {side.call.place}"
                 for side in transfer.sides.values()
             }
             raise CollectiveMismatch.of_message(self.name, texts)
@@ -343,7 +346,9 @@ def _check_lengths(operations: list[Exchange], calls: Calls) -> None:
     expected = [[part.numel() for part in operation.outputs] for operation in operations]
     if any(sent[s][r] != expected[r][s] for r in ranks for s in ranks):
         texts = {
-            rank: f"sends {sent[rank]}, expects {expected[rank]} elements at {calls[rank].place}"
+            calls[
+                rank
+            ].rank: f"sends {sent[rank]}, expects {expected[rank]} elements at {calls[rank].place}"
             for rank in ranks
         }
         raise CollectiveMismatch.of_parts(calls[0].group, calls[0].position, texts)

@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,8 @@ import torch
 
 from echelon.comm.threads.numpy_stream import NumpyStream
 from echelon.comm.threads.python_stream import PythonStream
+from echelon.errors import StateError
+from echelon.process import time_limits
 from echelon.process.operating_system import at_fork
 
 # The waits of this file and of ``turns`` never hand on a turn, whatever replaces the method.
@@ -140,11 +143,23 @@ class ProcessLock:
         self._world: object = None
 
     def acquire(self, world: object) -> None:
-        """Wait until no other world has its state in the process; this one may have it already."""
+        """Wait until no other world has its state in the process; this one may have it already.
+
+        Raises:
+            StateError: another world does not let it go.
+        """
+        end_s = time.monotonic() + time_limits.OTHER_WORLD_S
         with self._changed:
             self._queue.append(world)
             while self._world is not world and (self._world or self._queue[0] is not world):
-                wait_for(self._changed)
+                if time.monotonic() > end_s:
+                    self._queue.remove(world)
+                    raise StateError(
+                        "another thread of this process runs simulated ranks, and one of them has "
+                        f"kept its turn for {time_limits.OTHER_WORLD_S:g} s: run these ranks after "
+                        "them, or in another process"
+                    )
+                wait_for(self._changed, time_limits.OTHER_WORLD_S)
             self._queue.remove(world)
             self._world = world
 

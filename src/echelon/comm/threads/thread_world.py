@@ -2,9 +2,9 @@
 
 Every communication is ``Pending`` until all its ranks have joined it. The world knows which rank
 waits for which others, so it detects a cycle of waiting ranks, or a wait for a rank that has
-returned, at once and not by a timeout. A rank that communicates from several threads never counts
-as stuck, because another of its threads may proceed; neither does one that waits with a timeout of
-its own.
+returned, at once and not by a timeout. A rank that communicates from several threads is stuck when
+none of them can go on, and not before (``worker_threads``); one that waits with a timeout of its
+own never is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from echelon.comm.threads.pending import (
     RankWait,
 )
 from echelon.comm.threads.rank_order import RankOrder
+from echelon.comm.threads.worker_threads import LOOK_S, WorkerThreads
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
 from echelon.diagnosis.rank_monitor import StepCounter
@@ -60,7 +61,8 @@ class ThreadWorld:
         self.failure: tuple[int, BaseException] | None = None
         self._waits: list[dict[int, RankWait]] = [{} for _ in range(size)]  # by rank, by thread
         self._gave_up: dict[int, Pending] = {}  # by rank whose last call timed out
-        self._threads: list[set[int]] = [set() for _ in range(size)]  # that have ever waited
+        self._threads = [WorkerThreads() for _ in range(size)]
+        self._with_workers: set[int] = set()  # ranks that communicate from several threads
         self._finished: set[int] = set()
         self._conditions: list[PendingCondition] = []  # that ranks wait for
         self.tells_last_calls = False
@@ -172,7 +174,8 @@ class ThreadWorld:
         """
         rank = call.rank
         overtake = True  # take the turn in any case, because the world fails
-        self._threads[rank].add(threading.get_ident())
+        if self._threads[rank].note():
+            self._with_workers.add(rank)
         if pending.complete and self.order.goes_on():
             pending.raise_error()
             return
@@ -198,9 +201,10 @@ class ThreadWorld:
         """Block the calling thread until ``wake_conditions`` finds that a condition holds."""
         with self.lock:
             self.admit(call)
-            condition.complete = condition.ready()
-            self._conditions.append(condition)
+            self._conditions.append(condition)  # from now on, nobody's waking is lost
         try:
+            if condition.ready():
+                condition.complete = True  # and never False, because another may have set it
             self.wait(condition, call, timeout, limit_s)
         finally:
             with self.lock:
@@ -234,7 +238,8 @@ class ThreadWorld:
             latest_s = max(map(order.clock, late), default=start_s)
             waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
             if waited_s < seconds:
-                order.sleep(rank, seconds - waited_s)
+                left_s = seconds - waited_s
+                order.sleep(rank, min(left_s, LOOK_S) if self._has_workers() else left_s)
                 continue
             del self._waits[rank][thread]
             self._gave_up[rank] = pending
@@ -280,16 +285,14 @@ class ThreadWorld:
 
         A rank needs all ranks that it waits for, so any cycle is a deadlock.
         """
-        if self._conditions:
-            return start not in self._ranks_that_may_go_on()
+        if self._conditions or self._has_workers():
+            return not self._may_end(wait, self._ranks_that_may_go_on())
         if not self._finished.isdisjoint(wait.pending.absent):
             return True
         seen: set[int] = set()
         stack = [start]
         while stack:
             rank = stack.pop()
-            if len(self._threads[rank]) > 1:
-                continue  # another of its threads may proceed
             for other in self._waits[rank].values():
                 if other.pending.complete or other.has_own_timeout:
                     continue
@@ -304,16 +307,20 @@ class ThreadWorld:
         """Whether a wait can end only if the rank joins."""
         return not isinstance(wait.pending, PendingCondition) and rank in wait.pending.absent
 
+    def _has_workers(self) -> bool:
+        """Whether a rank has other threads that communicate, which may end or become idle."""
+        if self._with_workers:
+            ended = [rank for rank in self._with_workers if not self._threads[rank].are_several()]
+            self._with_workers.difference_update(ended)
+        return bool(self._with_workers)
+
     def _ranks_that_may_go_on(self) -> set[int]:
-        """The ranks that run, or whose waits such ranks can end (see ``_may_end``)."""
+        """The ranks that run, or one of whose waits such ranks can end (see ``_may_end``)."""
         going = {
             rank
             for rank in range(self.size)
             if rank not in self._finished
-            and (
-                len(self._threads[rank]) > 1
-                or all(w.pending.complete or w.has_own_timeout for w in self._waits[rank].values())
-            )
+            and (not self._waits[rank] or self._threads[rank].may_go_on(self._waits[rank]))
         }
         while True:
             more = {
@@ -321,17 +328,20 @@ class ThreadWorld:
                 for rank in range(self.size)
                 if rank not in going
                 and rank not in self._finished
-                and all(self._may_end(wait.pending, going) for wait in self._waits[rank].values())
+                and any(self._may_end(wait, going) for wait in self._waits[rank].values())
             }
             if not more:
                 return going
             going |= more
 
-    def _may_end(self, pending: Pending, going: set[int]) -> bool:
+    def _may_end(self, wait: RankWait, going: set[int]) -> bool:
         """Whether a wait may end, if these ranks go on."""
+        pending = wait.pending
+        if pending.complete or wait.has_own_timeout:
+            return True
         if isinstance(pending, PendingCondition):
             return not going.isdisjoint(pending.others)
-        return pending.complete or pending.absent <= going
+        return pending.absent <= going
 
     def _declare_deadlock(self, rank: int) -> None:
         """Fail with who waits for whom; ``rank`` has found it."""

@@ -40,6 +40,7 @@ from typing import final
 from echelon.comm.threads import global_hooks, replaced_names  # noqa: F401  # register state
 from echelon.comm.threads.blocking_calls import handing_on, renew_grace
 from echelon.comm.threads.kept_by_threads import keeping_threads
+from echelon.comm.threads.output_names import own_loggers
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner
 from echelon.comm.threads.rank_order import RankOrder, current_owner, set_current_owner
 from echelon.comm.threads.running_time import running_s
@@ -101,7 +102,12 @@ class Turns(RankOrder):
         try:
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
-            with own_contexts(), keeping_threads.of_rank(), handing_on(lambda: self._blocked(rank)):
+            with (
+                own_contexts(),
+                keeping_threads.of_rank(),
+                own_loggers.of_rank(),
+                handing_on(lambda: self._blocked(rank)),
+            ):
                 yield
         finally:
             set_current_owner(None)

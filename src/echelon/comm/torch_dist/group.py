@@ -24,6 +24,7 @@ from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.errors import CommError, CommTimeout
+from echelon.process.background_threads import run_in_background
 
 # Elements sent to and expected from each rank, where ranks may differ in them.
 Lengths = tuple[list[int], list[int]]
@@ -174,10 +175,7 @@ class MessageWork(Work):
 
     def _wait_beside(self) -> None:
         if self.waiter is None and not self.has_ended:
-            self.waiter = threading.Thread(
-                target=self._wait_here, name="echelon message", daemon=True
-            )
-            self.waiter.start()
+            self.waiter = run_in_background("echelon message", self._wait_here)
 
     def _wait_here(self) -> None:
         with self._lock:
@@ -201,13 +199,16 @@ class PeerGroup(TorchGroup):
     """
 
     def __init__(self, spec: GroupSpec, peers: Peers, *, check: bool) -> None:
-        super().__init__(spec, Agreement(peers) if check else None)
+        super().__init__(spec, Agreement(peers, spec.ranks) if check else None)
         self._peers = peers
         self._algorithms = Algorithms(peers, spec.device)
         self._executor = OrderedExecutor(f"echelon collectives {spec.name}", self._awaited)
         self._mailroom = Mailroom()
         self._messages: list[MessageWork] = []
         spec.job.join(peers.sever, self._drop)
+
+    def _use_timeout(self, seconds: float) -> None:
+        self._peers.timeout = seconds
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         if isinstance(operation, Send):

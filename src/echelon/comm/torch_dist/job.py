@@ -19,6 +19,7 @@ from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.diagnosis.root_cause import peer_failure
 from echelon.errors import CommError, CommTimeout, RankFailed
 from echelon.process import time_limits
+from echelon.process.background_threads import answer_of
 from echelon.process.forks import disown_in_forks, keep_alive
 
 _T = TypeVar("_T")
@@ -75,7 +76,7 @@ class Job:
         ended = [
             i
             for i, rank in enumerate(ranks)
-            if self._has_ended(rank) or self.store.check([f"failure/{rank}"])
+            if self._has_ended(rank) or self._ask(partial(self.store.check, [f"failure/{rank}"]))
         ]
         if ended:
             raise PeerLost(tuple(ended), late=False)
@@ -219,14 +220,8 @@ class Job:
         if self._store_gone:
             return None
         answers: list[_T] = []
-
-        def call() -> None:
-            with suppress(RuntimeError):  # the store's host is gone, and the records with it
-                answers.append(question())
-
-        thread = threading.Thread(target=call, name="echelon store", daemon=True)
-        thread.start()
-        thread.join(time_limits.STORE_S)
+        with suppress(RuntimeError):  # the store's host is gone, and the records with it
+            answers = answer_of(question, time_limits.STORE_S)
         if not answers:
             self._store_gone = True
             return None

@@ -38,7 +38,7 @@ from echelon.comm.torch_dist.peers import PeerLost, Peers
 from echelon.comm.torch_dist.signature_check import Agreement
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
-from echelon.errors import CommError, CommTimeout, StateError
+from echelon.errors import CommError, CommTimeout, StateError, UnsupportedError
 
 _OPS = {
     "sum": c10d.ReduceOp.SUM,
@@ -110,7 +110,7 @@ class NativeGroup(TorchGroup):
     def __init__(
         self, spec: GroupSpec, native: NativeEngine, check_peers: Peers | None = None
     ) -> None:
-        super().__init__(spec, None if check_peers is None else Agreement(check_peers))
+        super().__init__(spec, None if check_peers is None else Agreement(check_peers, spec.ranks))
         self._engine: Engine | None = native.engine
         self._shut_down = native.shut_down
         self._check_peers = check_peers
@@ -119,6 +119,12 @@ class NativeGroup(TorchGroup):
 
     def _kept_in_forks(self) -> Sequence[object]:
         return (self._engine,)
+
+    def _use_timeout(self, seconds: float) -> None:
+        raise UnsupportedError(
+            f"the timeout of group {self.name!r} is that of its engine, which was started with "
+            f"{self.timeout:g} s: give another one to echelon.init(timeout=…)"
+        )
 
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         match operation:

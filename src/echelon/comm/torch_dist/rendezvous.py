@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from echelon.comm.torch_dist.stores import (
 from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import CommTimeout, StartMismatch, WorldError
 from echelon.errors.message_text import printable
+from echelon.process.background_threads import run_in_background
 from echelon.process.environment import JobEnvironment, environment
 from echelon.process.listeners import announced
 
@@ -126,9 +126,7 @@ def _reach(env: JobEnvironment, host: str, timeout: float) -> c10d.Store:
                 )
             )
 
-    thread = threading.Thread(target=connect, name="echelon rendezvous", daemon=True)
-    thread.start()
-    thread.join(timeout + _GRACE_S)
+    run_in_background("echelon rendezvous", connect).join(timeout + _GRACE_S)
     if not stores:
         holder = "torchrun's agent" if env.agent_store else "rank 0"
         raise WorldError(

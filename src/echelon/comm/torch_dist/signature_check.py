@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -19,10 +20,13 @@ _CALL, _TEXT = CallSignature("check of the call"), CallSignature("text of the ca
 
 @final
 class Agreement:
-    """Compares the calls of all ranks, at the price of one round of small messages a call."""
+    """Compares the calls of all ranks, at the price of one round of small messages a call.
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    ``ranks`` are those of the group in the job, by which errors name them.
+    """
+
+    def __init__(self, peers: Peers, ranks: Sequence[int]) -> None:
+        self._peers, self._ranks = peers, ranks  # in the job
 
     def check(
         self, call: CollectiveCall, lengths: tuple[list[int], list[int]] | None = None
@@ -50,7 +54,7 @@ class Agreement:
                 return
         text = _describe(call, sends, expects)
         shown = self._show(text, collective_tag(_TEXT, call.position))
-        calls = {rank: _read(row) for rank, row in enumerate(shown)}
+        calls = {self._ranks[rank]: _read(row) for rank, row in enumerate(shown)}
         raise CollectiveMismatch(call.group, call.position, calls)
 
     def _show(self, local: Tensor, tag: int) -> list[Tensor]:

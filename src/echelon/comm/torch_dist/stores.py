@@ -18,6 +18,8 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import PROOF_NBYTES, Secret
 from echelon.errors import AuthenticationError, WorldError
+from echelon.process import time_limits
+from echelon.process.background_threads import answer_of
 from echelon.process.memory_files import open_memory
 
 MEMORY_STORE_VARIABLE = "ECHELON_STORE"  # from ``echelon run``: the store's path and the job's id
@@ -43,11 +45,19 @@ def await_keys(
             they will never be written.
         time_out: makes the error of the deadline from the positions of the missing keys.
     """
-    pause_s = _FIRST_PAUSE_S
-    while not store.check(list(keys)):
+    pause_s, everything = _FIRST_PAUSE_S, tuple(range(len(keys)))
+
+    def are_there(wanted: Sequence[str]) -> bool:
+        """Whether the store has these keys. Behind a cut link it never answers."""
+        limit_s = max(time_limits.STORE_S, deadline - time.monotonic())
+        if answers := answer_of(lambda: store.check(list(wanted)), limit_s):
+            return answers[0]
+        raise time_out(everything)
+
+    while not are_there(keys):
         is_late = time.monotonic() > deadline
         if is_late or pause_s == _LONGEST_PAUSE_S:  # rarely, because this asks for each key
-            missing = tuple(i for i, key in enumerate(keys) if not store.check([key]))
+            missing = tuple(i for i, key in enumerate(keys) if not are_there([key]))
             if missing:
                 check(missing)
                 if is_late:

@@ -1,0 +1,104 @@
+"""A rank with several threads is stuck when none of them can go on, and not before."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon as ec
+from echelon.diagnosis.collective_call import CallSignature
+from echelon.errors import CommTimeout, DeadlockError
+
+
+def after_a_save(world: ec.World, folder: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    ec.async_save(folder / "run", step=1, model=ec.DDP(model, world.group)).wait()
+
+
+def after_a_thread(world: ec.World, folder: Path) -> None:
+    thread = threading.Thread(target=world.group.barrier)
+    thread.start()
+    thread.join()
+
+
+pools: list[ThreadPoolExecutor] = []
+
+
+def beside_an_idle_pool(world: ec.World, folder: Path) -> None:
+    pools.append(ThreadPoolExecutor(1))
+    pools[-1].submit(world.group.barrier).result()
+
+
+def beside_an_idle_thread(world: ec.World, folder: Path) -> None:
+    event = threading.Event()
+
+    def work() -> None:
+        world.group.barrier()
+        event.wait()
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def receives(world: ec.World, begin: object, folder: Path) -> None:
+    begin(world, folder)  # type: ignore[operator]
+    world.group.barrier()
+    world.group.recv(torch.zeros(1), 1 - world.rank)
+
+
+@pytest.mark.parametrize(
+    "begin", [after_a_save, after_a_thread, beside_an_idle_pool, beside_an_idle_thread]
+)
+def test_a_deadlock_is_told_at_once_although_another_thread_has_communicated(
+    begin: object, tmp_path: Path
+) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(DeadlockError):
+        ec.run(receives, 2, args=(begin, tmp_path), timeout=60)
+    assert time.monotonic() - start_s < 30
+    while pools:
+        pools.pop().shutdown()
+
+
+def sends_from_a_pool(world: ec.World) -> float:
+    """Each rank waits for a message that a thread of the other sends after a while."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(world.group.barrier).result()
+        pool.submit(time.sleep, 0.7)
+        pool.submit(world.group.send, torch.ones(1), 1 - world.rank)
+        received = torch.zeros(1)
+        world.group.recv(received, 1 - world.rank)
+    return received.item()
+
+
+def test_a_thread_that_sleeps_and_then_sends_is_no_deadlock() -> None:
+    assert ec.run(sends_from_a_pool, 2, timeout=20) == [1.0, 1.0]
+
+
+def is_woken_meanwhile(world: ec.World) -> str:
+    if world.rank == 1:
+        time.sleep(0.5)
+        return ""
+    group = world.group
+    there: list[bool] = []
+
+    def ready() -> bool:
+        if there:
+            return True
+        there.append(True)
+        thread = threading.Thread(target=group.thread_world.wake_conditions)  # type: ignore[attr-defined]
+        thread.start()
+        thread.join()
+        return False
+
+    try:
+        group.wait_until(CallSignature("store.wait"), ready, timeout=5.0)  # type: ignore[attr-defined]
+    except CommTimeout:
+        return "not woken"
+    return "woken"
+
+
+def test_a_condition_that_comes_true_while_it_is_first_looked_at_wakes_its_rank() -> None:
+    assert ec.run(is_woken_meanwhile, 2, timeout=20) == ["woken", ""]
