@@ -37,7 +37,7 @@ MAY_RUN_DATA = {
     "launch.served_program": {"exec": "the script that the user starts"},
     "launch.program": {"compile": "the script that the user starts"},
     "laboratory.replayed_program": {
-        "exec": "the script of a run, if its folder is the user's own and the script is not in it"
+        "exec": "the program that the user names for a replay"
     },
 }
 

@@ -20,6 +20,7 @@ from echelon.checkpoint.checksum import checksum
 from echelon.comm.streams import local_device
 from echelon.comm.world import World
 from echelon.errors import BlackboxCorrupt, CheckpointCorrupt
+from echelon.process.command_words import masked
 from echelon.values.untrusted_json import read_json, write_json
 from echelon.version import __version__
 
@@ -47,7 +48,7 @@ class JobFacts:
         script_checksum: of its bytes.
         module: the name under which it was started by ``-m``; empty if by its path.
         function: the qualified name of what ``ec.run`` has called; empty for a main program.
-        arguments: of the main program.
+        arguments: of the main program, without secrets.
         folder: the working directory.
     """
 
@@ -77,7 +78,7 @@ class JobFacts:
             script_checksum=checksum_of(script),
             module=module,
             function=function,
-            arguments=tuple(map(_text, sys.argv[1:])),
+            arguments=masked(map(_text, sys.argv[1:])),
             folder=_text(os.getcwd()),
         )
 
@@ -120,22 +121,12 @@ class JobFacts:
         device = torch.device("cpu") if self.device == "cpu" else local_device(0)
         return device if _kind(device) == self.device else torch.device("cpu")
 
-    def differing(self, *, with_script: bool) -> dict[str, tuple[str, str]]:
-        """What is different here, by name: how it was, and how it is now.
-
-        Args:
-            with_script: whether the script is to be replayed, and not another function.
-        """
+    def differing(self) -> dict[str, tuple[str, str]]:
+        """What is different here, by name: how it was, and how it is now."""
         here = versions()
         pairs = {name: (text, here.get(name, "none")) for name, text in self.versions.items()}
         if self.device != "cpu":  # which is everywhere
             pairs["device"] = (self.device, _kind(local_device(0)))
-        if with_script:
-            now = checksum_of(self.script)
-            pairs[self.script or "the script"] = (
-                self.script_checksum or "none",
-                now or "not there",
-            )
         return {name: (then, now) for name, (then, now) in pairs.items() if then != now}
 
 

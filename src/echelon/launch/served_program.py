@@ -62,7 +62,8 @@ def run_program(words: Sequence[str]) -> None:
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     program = Program(name, is_module)
-    sys.path[0] = program.folder()
+    if not sys.flags.safe_path:  # or, as PYTHONSAFEPATH asks, no folder of a program is searched
+        sys.path[0] = program.folder()
     code, names = program.read()
     sys.argv = [names["__file__"], *arguments]
     sys.meta_path.insert(0, _TorchFinder())
