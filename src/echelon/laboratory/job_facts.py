@@ -21,11 +21,13 @@ from echelon.comm.streams import local_device
 from echelon.comm.world import World
 from echelon.errors import BlackboxCorrupt, CheckpointCorrupt
 from echelon.process.command_words import masked
+from echelon.process.plain_file import read_plain
 from echelon.values.untrusted_json import read_json, write_json
 from echelon.version import __version__
 
 FORMAT = 1
 _MAX_NBYTES = 1 << 20
+_MAX_SCRIPT_NBYTES = 1 << 26
 # What calls the function of ``ec.run``, and the program of simulated ranks.
 _CALL = ("echelon.launch.rank_function", "call")
 _SIMULATED_JOB = "echelon.launch.simulated_job"
@@ -100,8 +102,7 @@ class JobFacts:
             BlackboxCorrupt: it has none.
             OSError: it cannot be read.
         """
-        with open(path, "rb") as file:
-            data = file.read(_MAX_NBYTES)
+        data = read_plain(path, _MAX_NBYTES)
         try:
             content: Any = read_json(data, path, memory=1 << 24)
         except CheckpointCorrupt as error:
@@ -144,7 +145,7 @@ def versions() -> dict[str, str]:
 def checksum_of(script: str) -> str:
     """The checksum of the bytes of a file; empty if it cannot be read."""
     try:
-        return checksum(Path(script).read_bytes()) if script else ""
+        return checksum(read_plain(script, _MAX_SCRIPT_NBYTES, follows=True)) if script else ""
     except OSError:
         return ""
 
