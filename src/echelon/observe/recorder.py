@@ -39,6 +39,7 @@ from echelon.observe.trace import Trace, write_trace
 from echelon.observe.trackers.tracked_values import tracked_config, tracked_values
 from echelon.observe.trackers.tracker import Tracker
 from echelon.observe.trackers.tracking import Tracking, chosen_trackers, open_trackers
+from echelon.process.command_words import masked_value
 
 FORMAT_VERSION = 1
 Span = tuple[int, object, float, float]  # rank, what ran, start, end
@@ -147,7 +148,7 @@ class Recorder:
             "device": str(self._world.device),
             **{item.name: getattr(self.info, item.name) for item in fields(self.info)},
             "references": dict(self.info.references),
-            "config": dict(self.info.config),
+            "config": masked_value("config", self.info.config),
             "environment": provenance(self._world.device, self._world.size),
         }
 

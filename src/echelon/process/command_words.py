@@ -7,7 +7,7 @@ are given tokens and passwords there, against all advice.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 MASK = "***"
 
@@ -24,7 +24,7 @@ _HARMLESS = {
     *("heads", "pad", "eos", "bos", "unk", "value", "values", "layers", "total", "batch"),
 }
 _ASSIGNMENT = re.compile(
-    r"(?P<name>-{0,2}[A-Za-z_][\w.+/-]*)(?P<sign>[=:])(?P<value>.*)", re.DOTALL
+    r"(?P<name>[-+]{0,2}[A-Za-z_][\w.+/-]*)(?P<sign>[=:])(?P<value>.*)", re.DOTALL
 )
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z_][\w.-]*)")
 _USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/?#\s]*@")
@@ -76,9 +76,18 @@ def masked_text(text: str) -> str:
 
 
 def masked_value(name: str, value: object) -> object:
-    """A value of a configuration under its name: a text that is a secret as ``***``."""
+    """A value of a configuration under its name, also a nested one: secret texts as ``***``.
+
+    Example:
+        >>> masked_value("options", {"lr": 0.1, "api_key": "abc", "max_tokens": "512"})
+        {'lr': 0.1, 'api_key': '***', 'max_tokens': '512'}
+    """
     if isinstance(value, str) and value:
         return MASK if _is_secret(name) else masked_text(value)
+    if isinstance(value, Mapping):
+        return {key: masked_value(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked_value(name, item) for item in value]
     return value
 
 
