@@ -17,7 +17,7 @@ from typing import Any
 from echelon.launch.program import Program
 from echelon.process.offered_debugger import no_debugger
 
-_MODULE = "torch.distributed.distributed_c10d"
+_MODULE, _OPTIMIZER = "torch.distributed.distributed_c10d", "torch.optim.optimizer"
 
 
 class _ServingLoader(Loader):
@@ -43,17 +43,61 @@ class _ServingLoader(Loader):
         module._new_process_group_helper = first_group  # type: ignore[attr-defined]
 
 
+class _WatchingLoader(Loader):
+    """Loads torch's module of optimizers, and watches for a first step without a world."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+
+        steps: list[object] = []
+
+        def first_step(optimizer: object, args: object, kwargs: object) -> None:
+            if steps:  # torch goes through its hooks, so none may be removed here
+                return
+            steps.append(None)
+            if not _has_world():
+                print(ALONE.format(size=os.environ["WORLD_SIZE"]), file=sys.stderr, flush=True)
+
+        vars(first_step)["_torchdynamo_disable"] = True  # a compiled step must not trace it
+        module.register_optimizer_step_post_hook(first_step)
+
+
+_LOADERS = {_MODULE: _ServingLoader, _OPTIMIZER: _WatchingLoader}
+ALONE = (
+    "echelon: this script trains without a world: it has called neither ec.init() nor "
+    "torch.distributed.init_process_group(), so each of the {size} ranks trains a model of its own "
+    "on the same data, and nothing is shared. Begin with `world = ec.init()`, wrap the model, as "
+    "in `ec.DDP(model, world.group)`, and give each rank rows of its own"
+)
+
+
+def _has_world() -> bool:
+    """Whether this rank has met the others, by echelon or by torch."""
+    starts = sys.modules.get("echelon.launch.run")
+    if starts is not None and starts.entered() is not None:
+        return True
+    torchs = sys.modules.get(_MODULE)
+    return torchs is not None and bool(torchs.is_initialized())
+
+
 class _TorchFinder(MetaPathFinder):
-    """Finds torch's module when it is imported, and nothing else."""
+    """Finds modules of torch when they are imported, and nothing else."""
 
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MODULE:
+        is_told = os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") != "1"
+        if name not in _LOADERS or (name == _OPTIMIZER and not is_told):
             return None
         spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
         if spec is not None and spec.loader is not None:
-            spec.loader = _ServingLoader(spec.loader)
+            spec.loader = _LOADERS[name](spec.loader)
         return spec
 
 
