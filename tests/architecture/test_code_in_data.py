@@ -36,9 +36,8 @@ MAY_RUN_DATA = {
     "launch.simulated_job": {"exec": "the script that the user starts"},
     "launch.served_program": {"exec": "the script that the user starts"},
     "launch.program": {"compile": "the script that the user starts"},
-    "laboratory.replayed_program": {
-        "exec": "the program that the user names for a replay"
-    },
+    "process.fork_server": {"multiprocessing": "the options of its helpers; it reads nothing"},
+    "laboratory.replayed_program": {"exec": "the program that the user names for a replay"},
 }
 
 _RUNNERS = {"eval", "exec", "compile", "__import__"}

@@ -154,20 +154,6 @@ def test_epochs_counts_the_one_that_has_begun() -> None:
         sampler.batches(loader_of(sampler), epochs=0)
 
 
-def test_the_epochs_of_a_job_are_counted_over_its_resumes() -> None:
-    taken, state = [], None
-    for num in (3, 4, 100, 100):
-        sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, ALONE)
-        if state is not None:
-            sampler.load_state_dict(state)
-        batches = sampler.batches(loader_of(sampler), total_epochs=2)
-        taken += [batch.tolist() for batch in islice(batches, num)]
-        state = sampler.state_dict()
-    assert taken == straight(0) + straight(1)
-    with pytest.raises(ArgumentError, match="epochs is 2 and total_epochs 2: give one"):
-        sampler.batches(loader_of(sampler), epochs=2, total_epochs=2)
-
-
 def test_the_parts_of_a_batch_differ_by_one_sample_and_the_last_may_be_none() -> None:
     ranks = [ec.ResumableSampler(10, 8, (rank, 3), shuffle=False) for rank in range(3)]
     loaders = [DataLoader(Numbers(10), batch_sampler=rank) for rank in ranks]

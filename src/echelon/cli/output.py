@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.text import Text
+
+
+_REFUSAL: type[Exception] = typer.BadParameter.__mro__[2]  # of click, which typer carries
 
 
 def say(text: object, *, err: bool = False) -> None:
@@ -32,9 +35,9 @@ def printable_errors() -> Iterator[None]:
     """Let what a command raises about its arguments, files and folders be printable."""
     try:
         yield
-    except typer.BadParameter.__mro__[2] as error:  # click's own base class, which typer carries
-        usage: Any = error
-        usage.message = printable(usage.message)
+    except Exception as error:
+        if isinstance(error, _REFUSAL):
+            error.message = printable(error.message)  # type: ignore[attr-defined]
         raise
 
 

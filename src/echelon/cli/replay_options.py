@@ -30,6 +30,18 @@ class OptionsUntilProgram(typer.core.TyperCommand):
         return [word for word in words if isinstance(word, str)]
 
 
+Module = Annotated[
+    bool, typer.Option("-m", "--module", help="PROGRAM is a module, as in python -m.")
+]
+Function = Annotated[
+    str, typer.Option(help="The function of PROGRAM that it gives to ec.run, if it does.")
+]
+Anyway = Annotated[
+    bool,
+    typer.Option("--anyway", help="Also if the script, its arguments or a version has changed."),
+]
+
+
 def replay_with(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a run with an ec.Blackbox.")
@@ -41,12 +53,8 @@ def replay_with(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the program.")
     ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="PROGRAM is a module, as in python -m.")
-    ] = False,
-    function: Annotated[
-        str, typer.Option(help="The function of PROGRAM that it gives to ec.run, if it does.")
-    ] = "",
+    module: Module = False,
+    function: Function = "",
     step: Annotated[
         int | None, typer.Option(min=1, help="Default: the last one that all ranks have begun.")
     ] = None,
@@ -59,12 +67,7 @@ def replay_with(
     batch_of: Annotated[
         int | None, typer.Option(min=1, help="Give the step the batch of another kept step.")
     ] = None,
-    anyway: Annotated[
-        bool,
-        typer.Option(
-            "--anyway", help="Also if the script, its arguments or a version has changed."
-        ),
-    ] = False,
+    anyway: Anyway = False,
     shows_kept: Annotated[bool, typer.Option("--list", help="Show which steps were kept.")] = False,
     keeps: Annotated[
         bool, typer.Option("--keep", help="Keep the newest steps of a running job for good.")

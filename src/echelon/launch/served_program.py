@@ -61,7 +61,7 @@ class _WatchingLoader(Loader):
             if steps:  # torch goes through its hooks, so none may be removed here
                 return
             steps.append(None)
-            if not _has_world():
+            if not has_world():
                 print(ALONE.format(size=os.environ["WORLD_SIZE"]), file=sys.stderr, flush=True)
 
         vars(first_step)["_torchdynamo_disable"] = True  # a compiled step must not trace it
@@ -77,11 +77,16 @@ ALONE = (
 )
 
 
-def _has_world() -> bool:
+def has_world() -> bool:
     """Whether this rank has met the others, by echelon or by torch."""
     starts = sys.modules.get("echelon.launch.run")
     if starts is not None and starts.entered() is not None:
         return True
+    return has_torch_group()
+
+
+def has_torch_group() -> bool:
+    """Whether this rank is in a group of ``torch.distributed``."""
     torchs = sys.modules.get(_MODULE)
     return torchs is not None and bool(torchs.is_initialized())
 

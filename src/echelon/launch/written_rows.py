@@ -30,7 +30,7 @@ class WrittenRows:
     """
 
     def __init__(self) -> None:
-        self._rows = [_Row()]
+        self._rows = [_OverwrittenRow()]
         self._row = self._column = 0
         self._begun = ""
 
@@ -59,7 +59,7 @@ class WrittenRows:
     def end(self) -> str:
         """What is left, as rows; nothing if there is nothing to see in it."""
         rows = [row.shown() for row in self._rows]
-        self._rows, self._row, self._column, self._begun = [_Row()], 0, 0, ""
+        self._rows, self._row, self._column, self._begun = [_OverwrittenRow()], 0, 0, ""
         while rows and not rows[-1].strip():
             rows.pop()
         return "".join(f"{row}\n" for row in rows)
@@ -69,7 +69,7 @@ class WrittenRows:
         if part in ("\n", "\r\n"):
             self._row, self._column = self._row + 1, 0
             if self._row == len(self._rows):
-                self._rows.append(_Row())
+                self._rows.append(_OverwrittenRow())
         elif part == "\r":
             self._column, row.is_written_over = 0, True
         elif part.startswith("\x1b[") and part.endswith("A"):
@@ -84,7 +84,7 @@ class WrittenRows:
 
 
 @dataclass(slots=True)
-class _Row:
+class _OverwrittenRow:
     text: str = ""
     is_written_over: bool = False
 
@@ -194,16 +194,20 @@ class MarkedRows:
     Args:
         stream: where they are written.
         prefix: of each.
-        open_rows: those of all ranks.
+        open_rows: those of all ranks; None: none is shown.
     """
 
-    def __init__(self, stream: TextIO, prefix: str, open_rows: OpenRows) -> None:
-        self._stream, self._prefix, self._open_rows = stream, prefix, open_rows
+    def __init__(self, stream: TextIO, prefix: str, open_rows: OpenRows | None = None) -> None:
+        self._stream, self._prefix = stream, prefix
+        self._open_rows = OpenRows(None) if open_rows is None else open_rows
         self._rows = WrittenRows()
 
     def write(self, text: str) -> None:
         """Write the rows that are finished."""
-        self._write(self._rows.take(text))
+        finished = self._rows.take(text)
+        if finished:
+            self._open_rows.show(self._prefix, "")
+        self._write(finished)
         self._open_rows.show(self._prefix, self._rows.open if self._rows.is_written_over else "")
 
     def end(self) -> None:

@@ -39,7 +39,7 @@ class DataWatch:
     """Watches what one wrapper of a model is trained on.
 
     Args:
-        group: the ranks that train together, each on rows of its own.
+        group: the ranks that train together, each on rows of its own_rows.
     """
 
     def __init__(self, group: Group) -> None:
@@ -57,36 +57,36 @@ class DataWatch:
         rank_time.begin_forward()
         if self._num_forwards >= _FORWARDS:
             return
-        own = rank_time.rows()
-        if own is None:  # nothing is measured here
+        own_rows = rank_time.rows()
+        if own_rows is None:  # nothing is measured here
             return
         self._num_forwards += 1
         if self._num_forwards <= NUM_BATCHES:
-            self._note(own, args, kwargs)
+            self._note(own_rows, args, kwargs)
         elif self._compares:
-            self._compare(own)
+            self._compare(own_rows)
 
-    def _note(self, own: StepRows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _note(self, own_rows: StepRows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         digest = _digest((args, kwargs))
         if digest is None or digest in self._digests:
             self._digests = []
             self._num_forwards = max(self._num_forwards, NUM_BATCHES)
-            own.note_rows(0)
+            own_rows.note_rows(0)
             return
         self._digests.append(digest)
         if len(self._digests) == NUM_BATCHES:
-            own.note_rows(zlib.crc32(repr(self._digests).encode()) or 1)
+            own_rows.note_rows(zlib.crc32(repr(self._digests).encode()) or 1)
 
-    def _compare(self, own: StepRows) -> None:
+    def _compare(self, own_rows: StepRows) -> None:
         if len(self._peers) < len(self._ranks):
-            known = own.peers()
+            known = own_rows.peers()
             self._peers = {rank: known[rank] for rank in self._ranks if rank in known}
         if len(self._peers) < 2:  # the others are on other hosts, or not seen yet
             return
-        if self._digests and not own.has_told_rows:
+        if self._digests and not own_rows.has_told_rows:
             noted = [rows.noted_rows for rows in self._peers.values()]
             if all(noted):
-                own.has_told_rows = True
+                own_rows.has_told_rows = True
                 if len(set(noted)) == 1:
                     _tell(_same_rows(list(self._peers)))
         ends = {rank: rows.steps_of_epoch for rank, rows in self._peers.items()}
@@ -114,7 +114,7 @@ def _digest(value: object) -> int | None:
 
 def _has_elements(tensor: Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized
-    return is_plain and tensor.device.type != "meta" and tensor.numel() > 1
+    return is_plain and not tensor.is_meta and tensor.numel() > 1
 
 
 def _sample(tensor: Tensor) -> list[Any]:

@@ -32,7 +32,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def setup(self) -> None:
-        self.timeout = REQUEST_S
+        self.request.settimeout(REQUEST_S)
         super().setup()
 
     def do_GET(self) -> None:
