@@ -20,7 +20,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from echelon.comm.group import Group
 from echelon.diagnosis import rank_time
@@ -31,6 +30,7 @@ from echelon.modules.nested import tensors
 NUM_BATCHES = 3  # whose rows are compared
 _NUM_SAMPLES = 16  # elements of each of the first tensors
 _MOST_TENSORS = 2
+_OFTEN, _SELDOM = 64, 8  # each of the first forwards compares, and every eighth after them
 _FORWARDS = 1 << 20  # after so many nothing is compared any more
 
 
@@ -52,7 +52,7 @@ class DataWatch:
     def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a forward with gradients: note what it is given, and compare what ranks have noted.
 
-        It costs a microsecond after the first forwards.
+        It costs a few microseconds after the first forwards.
         """
         rank_time.begin_forward()
         if self._num_forwards >= _FORWARDS:
@@ -63,7 +63,7 @@ class DataWatch:
         self._num_forwards += 1
         if self._num_forwards <= NUM_BATCHES:
             self._note(own_rows, args, kwargs)
-        elif self._compares:
+        elif self._compares and (self._num_forwards < _OFTEN or not self._num_forwards % _SELDOM):
             self._compare(own_rows)
 
     def _note(self, own_rows: StepRows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -119,11 +119,14 @@ def _has_elements(tensor: Tensor) -> bool:
 
 def _sample(tensor: Tensor) -> list[Any]:
     """Some elements of a tensor, which are not copied with the others."""
-    with torch.no_grad(), _disable_current_modes():
-        step = max(1, tensor.numel() // _NUM_SAMPLES)
-        index = torch.arange(0, tensor.numel(), step, device=tensor.device)[:_NUM_SAMPLES]
-        places = torch.unravel_index(index, tensor.shape)
-        return list(tensor.detach()[places].tolist())
+    step = max(1, tensor.numel() // _NUM_SAMPLES)
+    places = list(range(0, tensor.numel(), step))[:_NUM_SAMPLES]
+    index: list[list[int]] = []  # by dim; torch's own unravel_index imports for seconds
+    for length in reversed(tensor.shape):
+        index.insert(0, [place % length for place in places])
+        places = [place // length for place in places]
+    with torch.no_grad():
+        return list(tensor.detach()[tuple(index)].tolist())
 
 
 def _tell(text: str) -> None:
