@@ -111,7 +111,7 @@ def test_any_number_of_ranks_trains_the_same_model(
     tmp_path: Path, prose: Path, example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder, **options: None)
+    monkeypatch.setattr("echelon.observe.run_output.write_report", lambda folder, **options: None)
     script, curves = example("train_gpt"), []
     pipeline = ["--technique", "pipeline", "--schedule", "zb-h1"]
     plan = ["--plan", "pp=2,shard=2", "--microbatches", "2"]
@@ -137,7 +137,7 @@ def test_a_training_goes_on_with_another_technique_from_its_checkpoint(
     tmp_path: Path, prose: Path, example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder, **options: None)
+    monkeypatch.setattr("echelon.observe.run_output.write_report", lambda folder, **options: None)
     script, resuming = example("train_gpt"), example("resuming")
 
     def train(ranks: int, *technique: str, until: int = 9) -> None:

@@ -40,9 +40,8 @@ MAY_RUN_DATA = {
     },
     "c10d.rank_limits": {"multiprocessing": "each rank has its start method; nothing is sent"},
     "launch.program": {"compile": "the script that the user starts"},
-    "laboratory.replayed_program": {
-        "exec": "the script of a run, if its folder is the user's own and the script is not in it"
-    },
+    "process.fork_server": {"multiprocessing": "the options of its helpers; it reads nothing"},
+    "laboratory.replayed_program": {"exec": "the program that the user names for a replay"},
 }
 
 _RUNNERS = {"eval", "exec", "compile", "__import__"}

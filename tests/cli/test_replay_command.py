@@ -60,8 +60,9 @@ def start(folder: Path, how: str = "nan", ranks: int = 2, backend: str | None = 
     return [*result.stdout.splitlines(), *result.stderr.splitlines()]
 
 
-def call(folder: Path, *words: object, keys: str = "") -> tuple[int, str]:
-    arguments = ["replay", str(folder / "runs/a"), *map(str, words)]
+def call(folder: Path, *words: object, keys: str = "", how: str = "nan") -> tuple[int, str]:
+    program = [str(folder / "train.py"), "runs/a", how]
+    arguments = ["replay", str(folder / "runs/a"), *map(str, words), *program]
     result = CliRunner().invoke(app, arguments, input=keys, env={"COLUMNS": "200"})
     return result.exit_code, result.output
 
@@ -78,7 +79,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 def check_step_5(folder: Path, lines: list[str]) -> None:
-    assert f"replay it: echelon replay {folder / 'runs/a'} --step 5" in lines
+    words = f"echelon replay {folder / 'runs/a'} --step 5 {folder / 'train.py'} runs/a nan"
+    assert f"replay it: {words}" in lines
     code, output = call(folder, "--step", 5)
     assert code == 0
     assert losses(output.splitlines(), 5) == losses(lines, 5)
@@ -135,7 +137,7 @@ def test_one_rank_the_debugger_another_batch_and_the_list(job: tuple[Path, list[
 
 def test_a_rank_that_was_killed_is_replayed_to_the_end_of_its_step(tmp_path: Path) -> None:
     start(tmp_path, "kill")
-    code, output = call(tmp_path)
+    code, output = call(tmp_path, how="kill")
     assert code == 0
     assert "step 4 of " in output
     assert "no rank failed" in output
@@ -153,13 +155,13 @@ def test_a_changed_script_is_refused_unless_it_is_wanted(job: tuple[Path, list[s
         code, output = call(folder)
         assert code == 2
         assert "the step would not be the one that has run" in output
-        assert "train.py: " in output
+        assert "script: " in output
         code, output = call(folder, "--anyway")
         assert code == 1  # the batch is the kept one, but nobody guards it
         assert "no rank failed" in output
         assert "in the run, rank 1 raised NonFiniteError: step 5 is not finite" in output
         script.unlink()
-        assert "not there here" in call(folder)[1]
+        assert "does not exist" in call(folder)[1]
     finally:
         script.write_text(before)
 
@@ -170,6 +172,7 @@ def test_a_changed_script_is_refused_unless_it_is_wanted(job: tuple[Path, list[s
         (("--rank", 2), "--rank is 2, which is not in a group of 2"),
         (("--step", 0), "greater than or equal to 1"),
         (("--batch-of", 99), "batch: of steps"),
+        (("--", "other.py"), "File 'other.py' does not exist."),
     ],
 )
 def test_mistakes_get_a_sentence(
@@ -178,6 +181,20 @@ def test_mistakes_get_a_sentence(
     code, output = call(job[0], *words)
     assert code == 2
     assert sentence in output
+
+
+def test_a_replay_names_the_recorded_program_and_starts_only_the_named_one(
+    job: tuple[Path, list[str]],
+) -> None:
+    folder, run = job[0], str(job[0] / "runs/a")
+    recorded = f"the run recorded the program {folder / 'train.py'} runs/a nan, in the folder "
+    result = CliRunner().invoke(app, ["replay", run, "--step", "3"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert recorded in result.output
+    assert "name the program yourself" in result.output
+    words = ["replay", run, "--step", "3", str(folder / "train.py"), "--step", "4"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert "arguments: runs/a nan in the run, --step 4 here" in result.output
 
 
 def test_a_folder_without_a_box_is_named(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_print_shows_the_command_that_does_it_and_starts_nothing(
     assert output.count("\n") == 1
     assert f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // 2)} " in output
     assert "GLOO_SOCKET_IFNAME=lo " in output
-    assert "-m echelon.launch.agent --ranks 2 --max-restarts 0 --grace 5 " in output
+    assert "-P -m echelon.launch.agent --ranks 2 --max-restarts 0 --grace 5 " in output
     assert "--end-with" not in output
     assert "ECHELON_TIMEOUT" not in output
     assert output.rstrip().endswith(f"{script} --steps 3 --help")

@@ -75,7 +75,8 @@ def test_a_rank_that_is_killed_leaves_its_steps(tmp_path: Path) -> None:
 def test_an_exception_is_kept_and_says_how_to_replay_it(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no") as caught:
         ec.run(stop_at, 2, kind, args=(tmp_path, "raise"))
-    assert f"replay it: echelon replay {tmp_path} --step 6" in caught.value.__notes__
+    command = f"echelon replay {tmp_path} --step 6 --function stop_at {__file__}"
+    assert f"replay it: {command}" in caught.value.__notes__
     (attempt,) = kept_attempts(tmp_path)
     assert attempt.end_of(1) == (6, {"type": "ValueError", "text": "no"})
     other = attempt.end_of(0)

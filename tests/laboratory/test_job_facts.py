@@ -1,6 +1,7 @@
 """What has run is known, whoever started it, and read from a file that anybody may have written."""
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -114,21 +115,23 @@ def test_a_file_with_anything_else_is_refused(change: dict[str, Any], tmp_path: 
         JobFacts.read(path)
 
 
-def test_a_changed_script_and_another_version_are_named() -> None:
-    assert facts().differing(with_script=True) == {}
-    then = replace(facts(), versions={**versions(), "torch": "1.0"}, script_checksum="0" * 16)
-    assert then.differing(with_script=False) == {"torch": ("1.0", str(torch.__version__))}
-    assert then.differing(with_script=True).keys() == {"torch", __file__}
-    gone = replace(facts(), script="/nowhere.py").differing(with_script=True)
-    assert gone["/nowhere.py"][1] == "not there"
+def test_another_version_is_named() -> None:
+    assert facts().differing() == {}
+    then = replace(facts(), versions={**versions(), "torch": "1.0"})
+    assert then.differing() == {"torch": ("1.0", str(torch.__version__))}
+
+
+def test_the_facts_of_a_job_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hf-token", "abc", "--lr", "1"])
+    assert ec.run(facts_of, 1)[0].arguments == ("--hf-token", "***", "--lr", "1")
 
 
 def test_a_device_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_facts, "local_device", lambda rank: torch.device("cpu"))
     then = replace(facts(), device="cuda")
-    assert then.differing(with_script=False) == {"device": ("cuda", "cpu")}
+    assert then.differing() == {"device": ("cuda", "cpu")}
     assert then.device_here() == torch.device("cpu")
     monkeypatch.setattr(job_facts, "local_device", lambda rank: torch.device("cuda", 0))
-    assert then.differing(with_script=False) == {}
+    assert then.differing() == {}
     assert then.device_here() == torch.device("cuda", 0)
     assert facts().device_here() == torch.device("cpu")

@@ -1,17 +1,22 @@
-"""The program of a run is found again, or a sentence says what to do instead."""
+"""A replay executes the program that the user names, and nothing that the run has recorded."""
 
+import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import echelon as ec
+from echelon.cli import app
 from echelon.errors import ArgumentError
 from echelon.laboratory.job_facts import JobFacts
-from echelon.laboratory.replayed_program import as_started, check_trusted, function_of
+from echelon.laboratory.replayed_program import NamedProgram, command_of
+from echelon.launch.program import Program
 from tests.laboratory.boxed_runs import job_of
 
 SCRIPT = """
@@ -45,18 +50,22 @@ def facts(tmp_path: Path) -> JobFacts:
     return job_of(str(script), ranks=1, backend="threads", folder=str(tmp_path))
 
 
-def test_a_function_is_found_in_its_script_and_sees_its_arguments(facts: JobFacts) -> None:
-    with as_started(facts):
-        function: Any = function_of(facts)
-        assert function(None) == ("__replayed__", [facts.script, "--size", "3"])
-        function = function_of(replace(facts, function="Trainer.train"))
-        assert function(None) == "trained"
+def named(facts: JobFacts, function: str = "") -> NamedProgram:
+    return NamedProgram(program=Program(facts.script), function=function, arguments=("--size", "3"))
 
 
-def test_a_function_that_takes_no_world_is_found_too(facts: JobFacts) -> None:
-    with as_started(facts):
-        function: Any = function_of(replace(facts, function="without_world"))
-        assert function() == "called"
+@pytest.mark.parametrize("function", ["main", "Trainer.train", "without_world"])
+def test_a_named_function_is_found_and_sees_the_arguments(facts: JobFacts, function: str) -> None:
+    program = named(facts, function)
+    with program.as_started():
+        called: Any = program.called()
+        result = called() if function == "without_world" else called(None)
+    expected = {
+        "main": ("__replayed__", [facts.script, "--size", "3"]),
+        "Trainer.train": "trained",
+        "without_world": "called",
+    }
+    assert result == expected[function]
 
 
 def test_a_run_of_a_program_that_takes_no_world_is_replayed(tmp_path: Path) -> None:
@@ -72,67 +81,91 @@ def test_a_script_is_executed_as_the_main_program(
     facts: JobFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "executed", None, raising=False)
-    with as_started(facts):
-        function_of(replace(facts, function=""))(None)  # type: ignore[arg-type]
+    program = named(facts)
+    with program.as_started():
+        program.called()(None)  # type: ignore[arg-type]
     assert vars(sys.modules["__main__"])["executed"] == facts.script
 
 
 def test_what_was_before_comes_back(facts: JobFacts) -> None:
     before = (sys.argv, list(sys.path), os.getcwd())
-    with pytest.raises(ValueError, match="no"), as_started(facts):
-        assert os.getcwd() == facts.folder
+    with pytest.raises(ValueError, match="no"), named(facts).as_started():
         assert sys.path[0] == facts.folder
         raise ValueError("no")
     assert (sys.argv, list(sys.path), os.getcwd()) == before
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("function", "sentence"),
     [
-        ({"function": "gone"}, "does not define gone any more: call ec.replay"),
-        ({"function": "number"}, "does not define number any more"),
-        ({"function": "main.<locals>.inner"}, "cannot be found by its name: call ec.replay"),
-        ({"function": "with_more"}, r"with_more takes \(world, size\), and its arguments in the"),
-        ({"script": ""}, "the run was no script: call ec.replay"),
+        ("gone", "does not define a function gone: call ec.replay"),
+        ("number", "does not define a function number"),
+        ("main.<locals>.inner", "does not define a function main.<locals>.inner"),
+        ("with_more", r"with_more takes \(world, size\), and its arguments in the"),
     ],
 )
-def test_a_program_that_cannot_be_called_says_why(
-    facts: JobFacts, change: dict[str, Any], sentence: str
+def test_a_function_that_cannot_be_called_says_why(
+    facts: JobFacts, function: str, sentence: str
 ) -> None:
-    with as_started(facts), pytest.raises(ArgumentError, match=sentence):
-        function_of(replace(facts, **change))
+    program = named(facts, function)
+    with program.as_started(), pytest.raises(ArgumentError, match=sentence):
+        program.called()
 
 
-def test_a_script_or_a_folder_that_is_gone_is_named(facts: JobFacts) -> None:
+def test_a_program_is_compared_with_the_one_that_has_run(facts: JobFacts) -> None:
+    script = replace(facts, function="")
+    assert named(facts).differing(script) == {}
+    assert named(facts, "main").differing(facts) == {}
+    other = replace(script, script_checksum="0" * 16, arguments=("--size", "4"))
+    assert named(facts).differing(other).keys() == {"script", "arguments"}
+    with pytest.raises(ArgumentError, match=r"the run recorded the program --function main .*Name"):
+        named(facts).differing(facts)
     Path(facts.script).unlink()
-    with as_started(facts), pytest.raises(ArgumentError, match="does not exist"):
-        function_of(facts)
-    nowhere = replace(facts, folder="/nowhere")
-    with pytest.raises(ArgumentError, match="working directory /nowhere"), as_started(nowhere):
+    with pytest.raises(ArgumentError, match="does not exist"), named(facts).as_started():
         pass
 
 
-def test_a_run_of_a_local_function_is_replayed_by_the_function(tmp_path: Path) -> None:
-    def main(world: ec.World) -> None:
-        for _ in ec.Blackbox(tmp_path).steps([1]):
+def test_a_recorded_program_is_shown_as_one_would_type_it_and_cannot_write_lines() -> None:
+    facts = job_of("/a b/train.py")
+    assert command_of(facts) == "--function main '/a b/train.py'"
+    hostile = replace(facts, function="", module="x\n\x1b[2J", arguments=("$(id)",))
+    assert command_of(hostile) == r"-m 'x\n\x1b[2J' '$(id)'"
+
+
+HOSTILE = {  # what a folder of somebody else may name
+    "a module beside it": {"module": "evil", "script": "/nonexistent"},
+    "a script in it": {"script": "evil.py"},
+    "a script of the system with arguments": {
+        "script": str(Path(os.__file__).parent / "timeit.py"),
+        "arguments": ["-n1", "-r1", "open('ran', 'w')"],
+    },
+    "a function": {"script": "evil.py", "function": "main"},
+    "a relative folder": {"script": "evil.py", "folder": "."},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_that_a_folder_names_is_executed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def main() -> None:
+        for _ in ec.Blackbox(run).steps([1]):
             pass
 
     ec.run(main, 1)
-    with pytest.raises(ArgumentError, match="cannot be found by its name"):
-        ec.replay(tmp_path)
-    assert ec.replay(tmp_path, main).same
-
-
-def test_a_program_that_somebody_else_may_have_named_is_not_executed(
-    facts: JobFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "runs/job.json"
-    file.parent.mkdir()
-    facts.write(file)
-    check_trusted(file, file.parent, facts)
-    with pytest.raises(ArgumentError, match="lies in the folder of the run"):
-        check_trusted(file, tmp_path, facts)
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(ArgumentError, match=f"belongs to the user {user}, who may have named any"):
-        check_trusted(file, file.parent, facts)
+    (run / "evil.py").write_text("open('ran', 'w')\ndef main(world): open('ran', 'w')\n")
+    (file,) = run.glob("blackbox/*/job.json")
+    given = {"module": "", "function": "", "script_checksum": "", "folder": str(run)}
+    file.write_text(json.dumps(json.loads(file.read_text()) | given | HOSTILE[name]))
+    monkeypatch.chdir(run)
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('the named program has run')\n")
+    for words in ([], ["--anyway"], ["--list"], ["--keep"]):
+        result = CliRunner().invoke(app, ["replay", str(run), *words])
+        assert result.exit_code == (0 if words in (["--list"], ["--keep"]) else 2)
+    function = ["--function", "main"] if name == "a function" else []
+    result = CliRunner().invoke(app, ["replay", str(run), "--anyway", *function, str(script)])
+    assert re.search("the named program has run", result.output + repr(result.exception))
+    assert not (run / "ran").exists()

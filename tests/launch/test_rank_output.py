@@ -98,7 +98,7 @@ WARNING = (
         (["terminate called after throwing an instance of 'c10::Error'\n  what():  x\n"], ""),
         ([WARNING, "loss 1\n"], "loss 1\n"),
         ([WARNING[:30], WARNING[30:], "loss 1\n"], "loss 1\n"),
-        (["[Warmup] 10 %", "\rdone\n"], "[Warmup] 10 %\ndone\n"),
+        (["[Warmup] 10 %", "\rdone ten times\n"], "done ten times\n"),
     ],
 )
 def test_the_screen_shows_neither_a_crash_before_its_report_nor_torchs_want_of_a_name_server(

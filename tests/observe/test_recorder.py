@@ -8,13 +8,13 @@ from torch import nn
 
 import echelon as ec
 import echelon.observe.recorder as recorder_module
-from echelon.observe import Recorder, RunInfo, read_metrics
+from echelon.observe import Recorder, RunInfo, read_metrics, run_output
 
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a second and has tests of its own."""
-    monkeypatch.setattr(recorder_module, "write_report", lambda folder, live=False: None)
+    monkeypatch.setattr(run_output, "write_report", lambda folder, live=False: None)
 
 
 def record(world: ec.World, folder: Path, steps: int = 3, **options: Any) -> Path | None:
@@ -77,49 +77,6 @@ def test_a_run_that_fails_keeps_its_steps_and_hangs_nobody(tmp_path: Path) -> No
     lines = read_metrics(tmp_path / "run")
     assert [line["kind"] for line in lines] == ["start", "step", "failure"]
     assert "rank 1" in lines[-1]["text"]
-
-
-def test_the_page_is_drawn_when_a_run_ends_also_by_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Path] = []
-    monkeypatch.setattr(recorder_module, "write_report", drawn.append)
-
-    def main(world: ec.World, error: BaseException | None) -> None:
-        with Recorder(world, tmp_path / "run", RunInfo(total_steps=1)):
-            if error is not None:
-                raise error
-
-    with pytest.raises(KeyError):
-        ec.run(main, 2, args=(KeyError("boom"),))
-    assert drawn == [tmp_path / "run"]
-    assert read_metrics(tmp_path / "run")[-1] == {"kind": "failure", "text": "KeyError: 'boom'"}
-    ec.run(main, 2, args=(None,))
-    assert drawn == [tmp_path / "run", tmp_path / "run-2"]
-
-
-def test_the_page_is_drawn_while_a_run_goes_on_for_at_most_a_hundredth_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, drawn = [0.0], []
-
-    def draw(folder: Path, *, live: bool = False) -> None:
-        drawn.append((round(now[0]), live))
-        now[0] += 2.0  # so long does it take
-
-    monkeypatch.setattr("echelon.observe.recorder.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(recorder_module, "write_report", draw)
-
-    def main(world: ec.World) -> None:
-        with Recorder(world, tmp_path / "run", RunInfo(total_steps=500)) as recorder:
-            for step in range(1, 501):
-                now[0] += 1.0
-                recorder.step(step, 1.0, num_tokens=10)
-
-    ec.run(main, 1)
-    assert drawn == [(10, True), (212, True), (414, True), (506, False)]
-    steps = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "step"]
-    assert {line["tokens_per_s"] for line in steps} == {10.0}  # drawing counts for no step
 
 
 def test_a_step_has_memory_phases_and_what_the_script_adds(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.observe import Recorder, RunInfo, read_metrics, write_comparison, write_report
+from echelon.process import plain_file
 from tests.observe.runs import write_run
 from tests.worlds import run_world
 
@@ -66,12 +68,11 @@ def test_a_reader_never_sees_half_a_page(tmp_path: Path, monkeypatch: pytest.Mon
     folder = write_run(tmp_path / "run", ranks=2)
     before = page_of(folder)
 
-    def fail(path: Path, content: str, **options: str) -> int:
-        with open(path, "w") as file:
-            file.write(content[:100])
+    def fail(fd: int, data: bytes) -> None:
+        os.write(fd, data[:100])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(plain_file, "write_all", fail)
     with pytest.raises(OSError, match="no space"):
         write_report(folder)
     assert (folder / "report.html").read_text() == before

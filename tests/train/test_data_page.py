@@ -47,6 +47,23 @@ def test_a_script_of_the_page_runs(tmp_path: Path, name: str) -> None:
         assert ec.steps(tmp_path / "runs" / "stream") == [20, 30]  # 15 batches in each of 2 epochs
 
 
+def test_the_stream_of_the_page_has_two_epochs_however_often_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    counted = "        step += 1\n"
+    block = BLOCKS[NAMES.index("streams")]
+    assert block.count(counted) == 1
+    block = block.replace(counted, f"{counted}        if step == stop: return step\n")
+    block = block.replace("\n\nif __name__", "    return step\n\nif __name__")
+    names: dict[str, Any] = {"__name__": "page", "stop": 25}
+    exec(block, names)
+    assert ec.run(names["main"], 1) == [25]
+    names["stop"] = 0
+    assert ec.run(names["main"], 2) == [30, 30]  # on other ranks
+    assert ec.run(names["main"], 1) == [30]  # and all of them are over
+
+
 # Of each rank, in each microbatch.
 TARGETS = [[3, 1], [5, 2]]
 

@@ -12,8 +12,9 @@ import typer
 import typer.core
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
+from echelon.cli.output import printable_errors, say
 from echelon.cli.plan_arguments import plan_with
-from echelon.cli.replay_options import replay_with
+from echelon.cli.replay_options import OptionsUntilProgram, replay_with
 from echelon.cli.run_command import World, WorldKind, run_script
 from echelon.version import __version__
 
@@ -33,6 +34,11 @@ class CommandsOfTwoWords(typer.core.TyperGroup):
             args = [two_words, *args[2:]]
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what it refuses may have come from a file of somebody else."""
+        with printable_errors():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     cls=CommandsOfTwoWords,
@@ -45,12 +51,15 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoints_app, name="checkpoint")
-app.command("replay")(replay_with)
+# Options end at the program; what follows is the program's, dashes included.
+app.command("replay", cls=OptionsUntilProgram, context_settings={"allow_interspersed_args": False})(
+    replay_with
+)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"echelon {__version__}")
+        say(f"echelon {__version__}")
         raise typer.Exit
 
 
@@ -106,7 +115,7 @@ def _report(
         page = write_report(folder) if other is None else write_comparison(folder, other, output)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="FOLDER") from error
-    typer.echo(page.resolve())
+    say(page.resolve())
 
 
 def _send(folder: Path, trackers: list[str]) -> None:
@@ -117,7 +126,7 @@ def _send(folder: Path, trackers: list[str]) -> None:
         num_steps = send_run(folder, *trackers)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(f"{', '.join(trackers)}: {num_steps} steps of {folder}")
+    say(f"{', '.join(trackers)}: {num_steps} steps of {folder}")
 
 
 @app.command("schedule")

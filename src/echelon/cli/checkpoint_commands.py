@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from echelon.cli.output import cell, say
 from echelon.errors import (
     ArgumentError,
     CheckpointCorrupt,
@@ -22,7 +23,6 @@ from echelon.errors import (
     CheckpointNotFound,
     CheckpointTooNew,
 )
-from echelon.errors.message_text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,7 +117,7 @@ def _run(command: Callable[[], int]) -> None:
     try:
         code = command()
     except (ArgumentError, CheckpointError, OSError) as error:
-        typer.echo(printable(f"echelon checkpoint: {error}"), err=True)
+        say(f"echelon checkpoint: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(code)
 
@@ -167,7 +167,7 @@ def _list_steps(folder: Place) -> int:
         except CheckpointTooNew as error:
             row = (path.name, "", "", "", "", f"not known here: {error}")
             code = 1
-        table.add_row(*map(printable, row))  # somebody else may have written the files
+        table.add_row(*map(cell, row))  # somebody else may have written the files
     _console().print(table)
     return code
 
@@ -181,12 +181,12 @@ def _verify_steps(folder: Place) -> int:
         try:
             with SavedStep(path) as step:
                 step.verify()
-            _print(f"{path.name}: whole")
+            say(f"{path.name}: whole")
         except CheckpointCorrupt as error:
-            _print(f"{path.name}: damaged: {error}")
+            say(f"{path.name}: damaged: {error}")
             code = 1
         except CheckpointTooNew as error:
-            _print(f"{path.name}: not known here: {error}")
+            say(f"{path.name}: not known here: {error}")
             code = 1
     return code
 
@@ -197,11 +197,11 @@ def _convert_state(source: Place, target: Place, options: ConvertOptions) -> int
 
     done = convert(source, target, options)
     for path in done.written:
-        _print(f"wrote {path}")
+        say(f"wrote {path}")
     if done.left_out:
         more = len(done.left_out) - _MAX_ROWS
         names = ", ".join(done.left_out[:_MAX_ROWS]) + (f" and {more} more" if more > 0 else "")
-        _print(f"left out: {names}")
+        say(f"left out: {names}")
     return 0
 
 
@@ -216,11 +216,11 @@ def _compare_steps(*folders: Place) -> int:
             step.verify()
         rows = list(differences(first, second))
     for name, what in rows[:_MAX_ROWS]:
-        _print(f"{name}: {what}")
+        say(f"{name}: {what}")
     if len(rows) > _MAX_ROWS:
-        _print(f"and {len(rows) - _MAX_ROWS} more")
+        say(f"and {len(rows) - _MAX_ROWS} more")
     if not rows:
-        _print("the same")
+        say("the same")
     return 1 if rows else 0
 
 
@@ -246,10 +246,6 @@ def _hint(folder: Path) -> str:
     inside = [path for path in folder.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
     below = sorted(path.name for path in inside if files.steps(path))
     return f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
-
-
-def _print(text: str) -> None:
-    _console().print(printable(text))
 
 
 def _console() -> Console:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from echelon.cli.output import say
 from echelon.errors import ArgumentError
 from echelon.laboratory.compare import WorldName, compare
 from echelon.laboratory.comparison import Comparison
@@ -62,12 +61,12 @@ def show(request: CompareRequest) -> int:
     results = []
     for target in _targets(request, names):
         results.append(_compared(request, names, target))
-        typer.echo(results[-1])
+        say(results[-1])
     if request.html is not None:
         body = [section(result.what, "", result._repr_html_()) for result in results]
         title = f"{Path(request.script).name} compared with one process"
         request.html.write_text(page(title, "in float64", body), encoding="utf-8")
-        typer.echo(request.html)
+        say(request.html)
     return 0 if all(result.same for result in results) else 1
 
 

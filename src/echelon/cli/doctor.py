@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from echelon.cli.output import cell
 from echelon.comm.buffers import available_nbytes
 from echelon.errors import EchelonError
 from echelon.launch.run import run
@@ -63,7 +64,9 @@ def examine() -> int:
     with console.status("looking …"):
         for finding in findings():
             word, style = finding.verdict.value
-            table.add_row(finding.name, finding.value, f"[{style}]{word}[/]", finding.advice)
+            table.add_row(
+                finding.name, cell(finding.value), f"[{style}]{word}[/]", cell(finding.advice)
+            )
             failed = failed or finding.verdict is Verdict.MISSING
     console.print(table)
     return int(failed)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from echelon.checks import is_count, positive
+from echelon.cli.output import say
 from echelon.cli.schedule_command import write_files
 from echelon.errors import ArgumentError, UnsupportedError
+from echelon.errors.message_text import printable_line
 from echelon.planner.api import Place, limits_of, place_of
 from echelon.planner.cluster import Cluster
 from echelon.planner.described_model import described
@@ -95,16 +96,16 @@ def show(request: PlanRequest) -> int:
     """Print the best plans; returns 1 if none fits."""
     plans = Plans(*searched(request), request.goal)  # type: ignore[arg-type]
     if request.as_json:
-        typer.echo(json.dumps(_record(plans, request), indent=2))
+        say(json.dumps(_record(plans, request), indent=2))
     elif not plans:
-        typer.echo(f"None of {plans.num_layouts} plans fits. The nearest:")
+        say(f"None of {plans.num_layouts} plans fits. The nearest:")
     elif request.explain is not None:
         _explain(plans, request.explain)
     else:
         _table(plans, request.best)
     if not request.as_json:
         for refused in _nearest(plans, request):
-            typer.echo(f"  {refused}")
+            say(f"  {refused}")
     if request.html is not None:
         write_files({"html": request.html}, lambda form: plans_page(plans), "the page of plans")
     return 0 if plans else 1
@@ -192,7 +193,8 @@ def _table(plans: Plans, best: int) -> None:
     console = Console()
     console.print(
         f"{plans.model.num_parameters / 1e9:.2f} B parameters on {plans.cluster.num_devices} "
-        f"{plans.cluster.device.name}: {plans.num_fitting} of {plans.num_layouts} plans fit",
+        f"{printable_line(plans.cluster.device.name)}: {plans.num_fitting} of {plans.num_layouts} "
+        "plans fit",
         markup=False,  # the name of a device is what its file says
     )
     content = plan_table(plans[:best])
@@ -212,4 +214,4 @@ def _table(plans: Plans, best: int) -> None:
 def _explain(plans: Plans, number: int) -> None:
     if not 1 <= number <= len(plans):
         raise ArgumentError(f"--explain is {number}; there are plans 1 to {len(plans)}")
-    typer.echo(f"plan {number}: {plans[number - 1].explain()}")
+    say(f"plan {number}: {plans[number - 1].explain()}")

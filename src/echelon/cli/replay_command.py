@@ -12,13 +12,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TextIO
 
-import typer
-
 from echelon import checks
+from echelon.cli.output import say
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import failure_report
 from echelon.errors import BlackboxError
-from echelon.errors.message_text import line_of
+from echelon.errors.message_text import line_of, printable_line
 from echelon.laboratory.kept_run import KeptAttempt, kept_attempts, kept_steps
 from echelon.laboratory.rank_commands import EndedRanks
 from echelon.laboratory.rank_frames import (
@@ -28,7 +27,9 @@ from echelon.laboratory.rank_frames import (
     users_innermost,
 )
 from echelon.laboratory.rank_replay import RankReplay, StepReplayed
-from echelon.laboratory.replay import Replay, replay
+from echelon.laboratory.replay import Replay, replay_program
+from echelon.laboratory.replayed_program import NamedProgram, command_of, no_program
+from echelon.launch.program import Program
 from echelon.launch.rank_lines import WholeLines
 from echelon.launch.run import entered
 
@@ -39,6 +40,10 @@ class ReplayRequest:
 
     Attributes:
         run: the folder of the run.
+        program: the script or module that each rank executes; None if none is named.
+        arguments: of the program.
+        is_module: whether the program is a module.
+        function: of the program, which it gives to ``ec.run``; empty if it does not.
         step: to compute again; None for the last one.
         rank: whose output and error are shown; None for all, and the first that failed.
         opens_pdb: whether to open the debugger where the rank ended.
@@ -47,6 +52,10 @@ class ReplayRequest:
     """
 
     run: Path
+    program: str | None
+    arguments: tuple[str, ...]
+    is_module: bool
+    function: str
     step: int | None
     rank: int | None
     opens_pdb: bool
@@ -62,21 +71,29 @@ def show(request: ReplayRequest) -> int:
         ArgumentError: the program cannot be found, or there is no such rank.
     """
     run = request.run.absolute()
+    if request.program is None:
+        raise no_program(kept_attempts(run)[-1].facts)
+    program = NamedProgram(
+        program=Program(request.program, request.is_module),
+        function=request.function,
+        arguments=request.arguments,
+    )
     if request.rank is not None:
         checks.rank("--rank", request.rank, kept_steps(run, request.step).facts.ranks)
     if request.step is None:
         newest = kept_attempts(run)[-1]
         ranges = newest.ranges()
         if ranges and (lost := newest.lost_after(ranges[-1][1])):
-            typer.echo(f"echelon: {lost}", err=True)
+            say(f"echelon: {lost}", err=True)
     with _output_of_step(request.rank):
-        result = replay(
-            request.run, step=request.step, batch_of=request.batch_of, anyway=request.anyway
+        result = replay_program(
+            run, program, step=request.step, batch_of=request.batch_of, anyway=request.anyway
         )
     rank = request.rank if request.rank is not None else result.first_failed
     if rank in result.errors:
-        typer.echo("\n".join(failure_report([FailureRecord.of(result.errors[rank], rank)], [])))
-    typer.echo(result)
+        lines = failure_report([FailureRecord.of(result.errors[rank], rank)], [])
+        say("\n".join(lines))
+    say(result)
     if request.opens_pdb:
         _open_pdb(result, 0 if rank is None else rank)
     return 0 if result.same else 1
@@ -85,7 +102,7 @@ def show(request: ReplayRequest) -> int:
 def show_kept(run: Path) -> int:
     """Print what was kept, attempt by attempt."""
     for attempt in kept_attempts(run):
-        typer.echo(_attempt_text(attempt))
+        say(_attempt_text(attempt))
     return 0
 
 
@@ -96,7 +113,7 @@ def keep_newest(run: Path) -> int:
         raise BlackboxError("has no steps to keep yet", attempt.folder.path)
     folder = attempt.stretches[-1].folder
     folder.pin()
-    typer.echo(f"{folder.path} is kept for good")
+    say(f"{folder.path} is kept for good")
     return 0
 
 
@@ -104,10 +121,12 @@ def _attempt_text(attempt: KeptAttempt) -> str:
     facts = attempt.facts
     what = facts.function or facts.module or Path(facts.script).name or "no script"
     lines = [
-        f"attempt {attempt.folder.number}: {what} on {facts.ranks} ranks over {facts.backend}, "
+        f"attempt {attempt.folder.number}: {printable_line(what)} on {facts.ranks} ranks over "
+        f"{printable_line(facts.backend)}, "
         + ("ended in good order" if attempt.folder.is_closed else "runs, or has failed")
     ]
     ranges = [f"{first} to {last}" for first, last in attempt.ranges()]
+    lines.append(f"  recorded program: {command_of(facts)}")
     lines.append(f"  steps that can be replayed: {', '.join(ranges) or 'none'}")
     folders = [stretch.folder for stretch in attempt.stretches]
     pinned = [folder.path.name for folder in folders if folder.is_pinned]
@@ -119,7 +138,8 @@ def _attempt_text(attempt: KeptAttempt) -> str:
         if (end := attempt.end_of(rank)) is not None:
             step, error = end
             text = str(error.get("text")).split("\n")[0]
-            lines.append(f"  rank {rank}: {error.get('type')} in step {step}: {text}")
+            kind = printable_line(str(error.get("type")))
+            lines.append(f"  rank {rank}: {kind} in step {step}: {printable_line(text)}")
     return "\n".join(lines)
 
 
@@ -173,7 +193,7 @@ class _ReplayDebugger(EndedRanks, pdb.Pdb):
 
 def _view(rank: int, end: BaseException) -> RankView:
     is_over = isinstance(end, StepReplayed)
-    what = "is at the end of the step" if is_over else f"has raised {line_of(end)}"
+    what = "is at the end of the step" if is_over else f"has raised {printable_line(line_of(end))}"
     return RankView(rank, stack_of_traceback(end.__traceback__), what)
 
 
@@ -182,10 +202,10 @@ def _open_pdb(result: Replay, rank: int) -> None:
     end = result.ends.get(rank)
     trace = None if end is None else end.__traceback__
     if trace is None:
-        typer.echo(f"rank {rank} has no frames left to look at")
+        say(f"rank {rank} has no frames left to look at")
         return
     what = "the end of the step" if isinstance(end, StepReplayed) else f"its {type(end).__name__}"
-    typer.echo(f"pdb of rank {rank}, at {what}; its other frames are up and down")
+    say(f"pdb of rank {rank}, at {what}; its other frames are up and down")
     debugger = _ReplayDebugger()
     debugger.ended = [_view(each, error) for each, error in sorted(result.ends.items())]
     debugger.stopped_rank = rank

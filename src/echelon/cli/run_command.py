@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from echelon.cli.output import say
 from echelon.errors import UnsupportedError
 from echelon.launch.program import Launch, Program
 from echelon.process import time_limits
@@ -140,7 +141,7 @@ def run_script(
         tee=tee,
     )
     if show_command:
-        typer.echo(launch.shown())
+        say(launch.shown())
         return
     raise typer.Exit(local_job.run_processes(launch))
 

@@ -7,14 +7,17 @@ found by their descriptors in ``/proc``, and reading disturbs no rank. Torch is 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from echelon.cli.output import say
 from echelon.diagnosis import stacks
 from echelon.diagnosis.flight_recorder import RECORDER_NAME, FlightRecorder, Phase, RankStatus
-from echelon.errors.message_text import printable
+from echelon.launch.program import Launch
+from echelon.process.command_words import masked
 from echelon.process.process_status import ProcessStatus, activity, resident_nbytes
 
 _HEADS = ("rank", "pid", "step", "memory", "does", "last call")
@@ -27,7 +30,7 @@ class RunningJob:
 
     Attributes:
         pid: of the process that holds the flight recorder; it names the job.
-        command: of that process.
+        command: of the program that the ranks run, without secrets.
         statuses: of the ranks of the newest attempt on this host, in rank order.
     """
 
@@ -67,9 +70,9 @@ def show_jobs() -> int:
     """Print all jobs; 0, also where there is none."""
     jobs = running_jobs()
     if not jobs:
-        print("no job of yours runs on this host; simulated ranks are not seen from outside")
+        say("no job of yours runs on this host; simulated ranks are not seen from outside")
     for job in jobs:
-        print(printable("\n".join(job.lines())))
+        say("\n".join(job.lines()))
     return 0
 
 
@@ -84,9 +87,9 @@ def show_job(pid: int, *, with_stacks: bool) -> int:
                 silent = [str(s.rank) for s in job.statuses if s.rank not in answers]
                 if silent:
                     lines.append(f"no stack could be had of ranks {', '.join(silent)}")
-            print(printable("\n".join(lines)))
+            say("\n".join(lines))
             return 0
-    print(f"process {pid} is neither a job nor a rank of one: echelon ps lists them")
+    say(f"process {pid} is neither a job nor a rank of one: echelon ps lists them")
     return 1
 
 
@@ -154,5 +157,5 @@ def _command(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return "(ended)"
-    text = " ".join(words.split("\0")).strip()
+    text = shlex.join(masked(Launch.program_words(words.rstrip("\0").split("\0"))))
     return text if len(text) <= 100 else f"…{text[-99:]}"  # the script and its options are last

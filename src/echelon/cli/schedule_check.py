@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import typer
-
+from echelon.cli.output import say
 from echelon.cli.schedule_command import write_files
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.action_file import read_file, read_stream
@@ -26,7 +25,7 @@ def show(
         verdict = judge(text, rules or USUAL_RULES, batched=batched)
     except ArgumentError as error:
         raise ArgumentError(f"{file}: {error}") from error
-    typer.echo(str(verdict))
+    say(str(verdict))
     drawn = {"svg": verdict.to_svg, "html": verdict.to_page}
     write_files(files, lambda form: drawn[form](), "the drawing")
     return 0 if verdict.is_legal else 1

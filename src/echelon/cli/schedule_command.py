@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
+from echelon.cli.output import say
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.choose import Choice, ChoiceRow, choose
 from echelon.pipeline.schedules.families import FAMILIES, schedule
@@ -88,7 +88,7 @@ def write_files(files: Mapping[str, Path | None], drawn: Callable[[str], str], w
                 f"--{form} is {path}, which cannot be written: {error.strerror}; give a file in a "
                 "folder that is there"
             ) from error
-        typer.echo(f"{what} is in {path}", err=True)  # what a program reads stays JSON
+        say(f"{what} is in {path}", err=True)  # what a program reads stays JSON
 
 
 def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
@@ -112,11 +112,11 @@ def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
             f"than --memory-cap {request.memory_cap:g}"
         )
     try:
-        typer.echo(to_text(simulation.timeline))
+        say(to_text(simulation.timeline))
     except ArgumentError:  # it is too wide for a terminal; the lists without times fit
-        typer.echo(str(chosen))
+        say(str(chosen))
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak)
-    typer.echo(
+    say(
         f"time {simulation.makespan:.4g}, bubble {simulation.span_bubble:.2%} "
         f"(own {simulation.own_bubble:.2%}), peak by rank: {peaks}"
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from echelon.checks import positive
+from echelon.cli.output import say
 from echelon.errors import ArgumentError, StateError
 from echelon.launch.program import Program
 from echelon.page import bytes_text
@@ -60,7 +60,7 @@ def show(
     try:
         stages = check_script(program, arguments, plan)
     except StateError as error:
-        typer.echo(str(error), err=True)
+        say(str(error), err=True)
         return 2
     table = Table(box=None, header_style="bold")
     for name in ("stage", "rank", "kept", "peak", f"of {bytes_text(int(limit))}"):

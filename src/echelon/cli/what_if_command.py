@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from echelon.checks import is_count, positive
+from echelon.cli.output import cell, say
 from echelon.cli.plan_command import PlanRequest, searched
 from echelon.errors import ArgumentError
 from echelon.planner.operations import PlannedModel
@@ -58,7 +58,7 @@ def show(request: PlanRequest, what_if: WhatIf) -> int:
     costs = [_cost(model, point, what_if) for point in points]
     rows = [_row(point, cost) for point, cost in zip(points, costs, strict=True)]
     if request.as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
     else:
         _table(rows)
     return 0 if any(point.planned for point in points) else 1
@@ -109,7 +109,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
         if "reason" in row:
-            table.add_row(str(row["devices"]), row["reason"])
+            table.add_row(str(row["devices"]), cell(row["reason"]))
             continue
         cells = [
             str(row["devices"]),

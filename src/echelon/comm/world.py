@@ -32,6 +32,7 @@ class World:
         backend: ``"threads"``, ``"shm"``, ``"gloo"``, ``"nccl"`` or ``"single"``.
         steps: counts the optimizer steps of this rank.
         hints: functions that explain an error of the user's code if they know its cause, by name.
+        is_asked: whether the script has asked for it by ``ec.init``.
         is_replay: whether a step of another run is computed again, so that nothing is to be written
             into the folder of that run.
         shares_streams: whether the ranks have one stream of random numbers of Python and of NumPy,
@@ -54,6 +55,7 @@ class World:
         self._close = close
         self._closed = False
         self._mark = mark()
+        self.is_asked = False
         self.is_replay = False
         self.shares_streams = False
         self.hints: dict[str, Callable[[BaseException], str | None]] = {}

@@ -18,10 +18,10 @@ from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.ddp.replicas import TrackedBuffers, broadcast_coalesced, replicated_state
-from echelon.diagnosis import rank_time
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
+from echelon.modules.data_watch import DataWatch
 from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
 from echelon.modules.nested import tensors
 from echelon.modules.parameters import (
@@ -144,8 +144,8 @@ class DDP(Wrapper, HasShards):
         self.module = module
         self._wear_forward()
         self.training = module.training
-        self._group = group
-        self._options = options
+        self._group, self._options = group, options
+        self._data_watch = DataWatch(group)
         skip = {id(param) for param in ignored}
         reduced = [(name, p) for name, p in module.named_parameters() if id(p) not in skip]
         self._ignored = [name for name, p in module.named_parameters() if id(p) in skip]
@@ -175,7 +175,7 @@ class DDP(Wrapper, HasShards):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            rank_time.begin_forward()
+            self._data_watch.begin_forward(args, kwargs)
         self._guard.check()
         if in_transform():  # torch.func gives gradients of this rank, and adds to no ``.grad``
             return self.module(*args, **kwargs)

@@ -14,6 +14,7 @@ from typing import final
 import torch
 
 from echelon.comm.group import Group
+from echelon.diagnosis import rank_time
 from echelon.errors import StateError
 
 
@@ -43,6 +44,8 @@ class Rounds:
     def __init__(self, group: Group) -> None:
         self.active: tuple[int, ...] = ()
         self._group = group
+        if (rows := rank_time.rows()) is not None:
+            rows.allow_unequal()
 
     @property
     def first_active(self) -> int:

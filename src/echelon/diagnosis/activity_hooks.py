@@ -38,9 +38,29 @@ def _measured(owner: Any, name: str, activity: int) -> Replacement:
     return replacement
 
 
+def _measured_loading() -> Replacement:
+    """What measures the next batch of a loader, and notes the end of a pass that trains."""
+
+    def measured(iterator: Any) -> Any:
+        before, rows = rank_time.begin(int(Activity.LOADING)), rank_time.rows()
+        first = 0 if rows is None else vars(iterator).setdefault(_FIRST_STEP, rows.num_steps)
+        try:
+            return replacement.original(iterator)
+        except StopIteration:
+            if rows is not None and rows.num_steps > first:
+                rows.end_epoch(rows.num_steps)
+            raise
+        finally:
+            rank_time.end(before)
+
+    replacement = Replacement(_BaseDataLoaderIter, "__next__", measured)
+    return replacement
+
+
+_FIRST_STEP = "_echelon_first_step"  # of an iterator: how many steps were made before its first
 _REPLACEMENTS = (
     _measured(torch.autograd, "_engine_run_backward", int(Activity.BACKWARD)),
-    _measured(_BaseDataLoaderIter, "__next__", int(Activity.LOADING)),
+    _measured_loading(),
 )
 _lock = threading.Lock()
 _num_ranks = 0

@@ -44,6 +44,9 @@ class Arrivals:
         # Takes a tuple: the call, when the rank came to it, and what it had done before.
         self.add = self._last.append
 
+    def __len__(self) -> int:
+        return len(self._last)
+
     def clear(self) -> None:
         """Forget all of them."""
         self._last.clear()

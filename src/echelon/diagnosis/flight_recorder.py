@@ -350,6 +350,14 @@ class FlightRecorder:
         known = [status for record in self.rank_records if (status := record.read()) is not None]
         return {status.rank: status for status in known if status.attempt == attempt}
 
+    def step_rows(self, attempt: int) -> dict[int, StepRows]:
+        """The tables of the ranks that have begun their records in an attempt, by rank."""
+        return {
+            status.rank: record.step_rows
+            for record in self.rank_records
+            if (status := record.read()) is not None and status.attempt == attempt
+        }
+
     def steps(self, attempt: int = 0) -> list[RankSteps]:
         """What ranks did in the steps of an attempt, in their order in the job."""
         statuses = [record.read() for record in self.rank_records]

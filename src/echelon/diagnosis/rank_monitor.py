@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 from weakref import WeakKeyDictionary
@@ -133,6 +134,7 @@ class RankMonitor:
         self._record = recorder.rank_records[index]
         self._thread = threading.get_ident()
         self._record.begin(self.rank, self._attempt)
+        self._record.step_rows.peers = partial(_step_rows, weakref.ref(recorder), self._attempt)
         self._record.set_timeout(self._timeout_s)
         if self.is_shared:
             self._record.offer_stacks(stacks.offer())
@@ -253,6 +255,9 @@ def wait_circle(
         circle[awaited] = following
         awaited = following
     return circle if awaited == rank else {}
+def _step_rows(recorder: weakref.ref[FlightRecorder], attempt: int) -> Mapping[int, StepRows]:
+    alive = recorder()
+    return {} if alive is None else alive.step_rows(attempt)
 
 
 def _waited_for(status: RankStatus) -> int | None:

@@ -300,6 +300,12 @@ def current() -> RankTime | None:
     return getattr(_current, "rank_time", None)
 
 
+def rows() -> StepRows | None:
+    """The table of the rank on this thread; None if it is not measured."""
+    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    return None if rank_time is None else rank_time.rows
+
+
 def arrive(call: CollectiveCall) -> None:
     """Note that the rank on this thread has come to a collective."""
     rank_time: RankTime | None = getattr(_current, "rank_time", None)

@@ -12,7 +12,7 @@ the same ones. The totals count every step but the first, which also allocates a
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import add
@@ -20,7 +20,8 @@ from typing import NamedTuple, Self, final
 
 _ROW_LENGTH, _HEADER_LENGTH = 24, 8  # in numbers of 8 bytes
 _NUM_ROWS = 168
-_NUM_STEPS, _STRIDE, _FILLED, _IS_STAGE = range(4)  # places in the header
+# Places in the header.
+_NUM_STEPS, _STRIDE, _FILLED, _IS_STAGE, _NOTED_ROWS, _EPOCH_STEPS, _MAY_BE_UNEQUAL = range(7)
 _ROW = struct.Struct(f"{_ROW_LENGTH}Q")
 
 
@@ -123,6 +124,10 @@ class StepRows:
 
     Args:
         memory: of ``StepRows.nbytes`` bytes.
+
+    Attributes:
+        peers: the tables of the ranks whose memory can be read here, by rank in the job.
+        has_told_rows: whether the user has been told what the noted rows of all ranks say.
     """
 
     nbytes = 8 * (_HEADER_LENGTH + _ROW_LENGTH * (1 + _NUM_ROWS))
@@ -131,6 +136,8 @@ class StepRows:
         self._bytes = memory
         self._longs = memory.cast("Q")
         self._totals = [0] * _ROW_LENGTH
+        self.peers: Callable[[], Mapping[int, StepRows]] = dict
+        self.has_told_rows = False
 
     @classmethod
     def private(cls) -> Self:
@@ -150,6 +157,39 @@ class StepRows:
     def call_stage(self) -> None:
         """Note that this rank runs stages of a pipeline."""
         self._longs[_IS_STAGE] = 1
+
+    def note_rows(self, digest: int) -> None:
+        """Note a number that stands for the rows of the first batches; 0: nothing is known."""
+        self._longs[_NOTED_ROWS] = digest
+
+    def end_epoch(self, num_steps: int) -> None:
+        """Note that a pass over the data has ended after ``num_steps`` steps; the first stays."""
+        if not self._longs[_EPOCH_STEPS]:
+            self._longs[_EPOCH_STEPS] = num_steps
+
+    def allow_unequal(self) -> None:
+        """Note that ranks may have different numbers of batches."""
+        self._longs[_MAY_BE_UNEQUAL] = 1
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that the rank has made in this world."""
+        return self._longs[_NUM_STEPS]
+
+    @property
+    def noted_rows(self) -> int:
+        """The number of ``note_rows``."""
+        return self._longs[_NOTED_ROWS]
+
+    @property
+    def steps_of_epoch(self) -> int:
+        """After how many steps the first pass over the data has ended; 0: it has not."""
+        return self._longs[_EPOCH_STEPS]
+
+    @property
+    def may_be_unequal(self) -> bool:
+        """Whether ranks may have different numbers of batches."""
+        return bool(self._longs[_MAY_BE_UNEQUAL])
 
     def add(self, times: Sequence[int]) -> None:
         """Add a step.

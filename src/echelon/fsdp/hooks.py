@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.diagnosis import rank_time
 from echelon.errors import StateError
 from echelon.fsdp.backward import Backward
 from echelon.fsdp.gradient_reducer import GradientReducer
@@ -32,6 +31,7 @@ from echelon.fsdp.storage import wait_for_unshards
 from echelon.fsdp.unit import HIDDEN, SHARDED, ParameterVersions, Unit, UnitState
 from echelon.fsdp.unsharder import Unsharder
 from echelon.modules.autograd import in_backward
+from echelon.modules.data_watch import DataWatch
 from echelon.modules.nested import tensors
 
 
@@ -60,6 +60,7 @@ class Hooks:
         self.reducer = GradientReducer(self.units, groups, options, self.unsharder.order)
         self.backward = Backward(self.units, self.unsharder, self.reducer)
         self.depth = 0
+        self._data_watch = DataWatch(groups.shard)
         self._reshards = options.traits.reshards_after_forward
         self._run = ForwardRun(has_graph=False)
         self._storages = [storage for unit in units for storage in unit.storages]
@@ -108,7 +109,7 @@ class Hooks:
         # Where a checkpoint recomputes the whole model, the backward under way has made it ready.
         is_outermost = not self.depth and not is_nested
         if is_outermost:
-            self._begin_forward()
+            self._begin_forward(args, kwargs)
         self.depth += 1
         try:
             self.units[0].unshard()
@@ -130,10 +131,10 @@ class Hooks:
             self._post_forward(0, output)
         return output
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._run = ForwardRun(has_graph=torch.is_grad_enabled())
         if self._run.has_graph and not torch.compiler.is_compiling():
-            rank_time.begin_forward()
+            self._data_watch.begin_forward(args, kwargs)
         self.backward.begin_forward(self._run)
         for unit, running in zip(self.units, self._running, strict=True):
             unit.reshard()

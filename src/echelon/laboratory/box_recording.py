@@ -40,6 +40,7 @@ from echelon.laboratory import box_folder
 from echelon.laboratory.box_folder import StretchFolder
 from echelon.laboratory.job_facts import JobFacts
 from echelon.laboratory.kept_values import members
+from echelon.laboratory.replayed_program import how_to_replay
 from echelon.laboratory.step_log import RecordKind, StepLogWriter
 from echelon.process.background_threads import run_in_background
 from echelon.train.finite import FiniteGuard
@@ -91,6 +92,7 @@ class BoxRecording:
         self._guards = {
             name: item.found for name, item in items.items() if isinstance(item, FiniteGuard)
         }
+        self._facts = JobFacts.of(world)
         self._lock = ExitStack()  # on the first rank
         coordinator = Coordinator(group, self._root)
         name = coordinator.run_on_first("the folder of a black box", self._begin_attempt)
@@ -178,7 +180,7 @@ class BoxRecording:
                 "folder of its own, and make one box in a run"
             ) from error
         attempt = box_folder.new_attempt(self._root)
-        JobFacts.of(self._world).write(attempt.facts)
+        self._facts.write(attempt.facts)
         return attempt.path.name
 
     def _open_stretch(self, step: int) -> None:
@@ -267,7 +269,7 @@ class BoxRecording:
         self._release()
         if isinstance(error, CommError):
             return None  # of another rank, which says it itself
-        return f"replay it: echelon replay {self._folder} --step {self._step}"
+        return f"replay it: {how_to_replay(self._folder, self._step, self._facts)}"
 
     def _release(self) -> None:
         self._is_closed = True

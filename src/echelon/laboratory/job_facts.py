@@ -20,11 +20,14 @@ from echelon.comm.streams import local_device
 from echelon.comm.world import World
 from echelon.errors import BlackboxCorrupt, CheckpointCorrupt
 from echelon.process.atomic_files import replace_file
+from echelon.process.command_words import masked
+from echelon.process.plain_file import read_plain
 from echelon.values.untrusted_json import read_json, write_json
 from echelon.version import __version__
 
 FORMAT = 1
 _MAX_NBYTES = 1 << 20
+_MAX_SCRIPT_NBYTES = 1 << 26
 # What calls the function of ``ec.run``, and the program of simulated ranks.
 _CALL = ("echelon.launch.rank_function", "call")
 _SIMULATED_JOB = "echelon.launch.simulated_job"
@@ -47,7 +50,7 @@ class JobFacts:
         script_checksum: of its bytes.
         module: the name under which it was started by ``-m``; empty if by its path.
         function: the qualified name of what ``ec.run`` has called; empty for a main program.
-        arguments: of the main program.
+        arguments: of the main program, without secrets.
         folder: the working directory.
     """
 
@@ -77,7 +80,7 @@ class JobFacts:
             script_checksum=checksum_of(script),
             module=module,
             function=function,
-            arguments=tuple(map(_text, sys.argv[1:])),
+            arguments=masked(map(_text, sys.argv[1:])),
             folder=_text(os.getcwd()),
         )
 
@@ -97,8 +100,7 @@ class JobFacts:
             BlackboxCorrupt: it has none.
             OSError: it cannot be read.
         """
-        with open(path, "rb") as file:
-            data = file.read(_MAX_NBYTES)
+        data = read_plain(path, _MAX_NBYTES)
         try:
             content: Any = read_json(data, path, memory=1 << 24)
         except CheckpointCorrupt as error:
@@ -118,22 +120,12 @@ class JobFacts:
         device = torch.device("cpu") if self.device == "cpu" else local_device(0)
         return device if _kind(device) == self.device else torch.device("cpu")
 
-    def differing(self, *, with_script: bool) -> dict[str, tuple[str, str]]:
-        """What is different here, by name: how it was, and how it is now.
-
-        Args:
-            with_script: whether the script is to be replayed, and not another function.
-        """
+    def differing(self) -> dict[str, tuple[str, str]]:
+        """What is different here, by name: how it was, and how it is now."""
         here = versions()
         pairs = {name: (text, here.get(name, "none")) for name, text in self.versions.items()}
         if self.device != "cpu":  # which is everywhere
             pairs["device"] = (self.device, _kind(local_device(0)))
-        if with_script:
-            now = checksum_of(self.script)
-            pairs[self.script or "the script"] = (
-                self.script_checksum or "none",
-                now or "not there",
-            )
         return {name: (then, now) for name, (then, now) in pairs.items() if then != now}
 
 
@@ -151,7 +143,7 @@ def versions() -> dict[str, str]:
 def checksum_of(script: str) -> str:
     """The checksum of the bytes of a file; empty if it cannot be read."""
     try:
-        return checksum(Path(script).read_bytes()) if script else ""
+        return checksum(read_plain(script, _MAX_SCRIPT_NBYTES, follows=True)) if script else ""
     except OSError:
         return ""
 

@@ -31,7 +31,8 @@ from echelon.errors import StateError, UnsupportedError
 from echelon.laboratory.rank_outcomes import EndKind, RankEnd, RankExited, leave_out_echelon
 from echelon.laboratory.rank_streams import CaplogOfRank, CapsysOfRank
 from echelon.launch import function_pickle
-from echelon.launch.rank_output import Prefixed, rank_prefix
+from echelon.launch.rank_output import rank_prefix
+from echelon.launch.written_rows import MarkedRows
 from echelon.process.atomic_files import replace_file
 
 _VARIABLES_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
@@ -312,13 +313,15 @@ def _refuse_breakpoint(*args: object, **options: object) -> NoReturn:
 def _output(rank: int, files: FilesOfRank | None) -> Iterator[None]:
     """Let all that this process writes go into its files, or to the screen with its rank."""
     if files is None:
-        streams: Any = [Prefixed(stream, rank_prefix(rank)) for stream in (sys.stdout, sys.stderr)]
+        streams: Any = [
+            MarkedRows(stream, rank_prefix(rank)) for stream in (sys.stdout, sys.stderr)
+        ]
         sys.stdout, sys.stderr = streams
         try:
             yield
         finally:
             for stream in streams:
-                stream.end_line()
+                stream.end()
         return
     for number, path in ((1, files.out), (2, files.err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

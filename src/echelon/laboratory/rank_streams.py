@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol, TextIO, final
 import pytest
 from _pytest.logging import LogCaptureHandler
 
-from echelon.launch.rank_output import Prefixed, rank_prefix
+from echelon.launch.rank_output import rank_prefix
+from echelon.launch.written_rows import MarkedRows
 from echelon.process.replacement import Replacement
 
 _here = threading.local()  # .streams are those of the rank that runs on a thread
@@ -117,7 +118,7 @@ class StreamsOfRank:
 
     def __init__(self, rank: int, shown: bool) -> None:
         self.out, self.err = (
-            Prefixed(stream, rank_prefix(rank)) if shown else _Buffer()
+            MarkedRows(stream, rank_prefix(rank)) if shown else _Buffer()
             for stream in (sys.stdout, sys.stderr)
         )
         self.log, self.caplog = LogCaptureHandler(), LogCaptureHandler()
@@ -128,7 +129,7 @@ class StreamsOfRank:
             if isinstance(stream, _Buffer):
                 yield name, stream.take().decode(errors="replace")
             else:
-                stream.end_line()
+                stream.end()
         yield "log", self.log.stream.getvalue()
 
 

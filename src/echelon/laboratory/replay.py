@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -26,7 +25,7 @@ from echelon.errors import (
 from echelon.errors.message_text import message_of
 from echelon.laboratory.kept_run import KeptSteps, kept_batch, kept_steps
 from echelon.laboratory.rank_replay import NoteDifference, RankReplay, StepReplayed
-from echelon.laboratory.replayed_program import as_started, check_trusted, function_of
+from echelon.laboratory.replayed_program import NamedProgram
 from echelon.launch.rank_function import taking_world
 from echelon.launch.rank_lines import printing_as
 from echelon.launch.run import run
@@ -111,7 +110,7 @@ class Replay:
 
 def replay(
     directory: str | os.PathLike[str],
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., Any],
     *,
     step: int | None = None,
     args: Sequence[Any] = (),
@@ -121,14 +120,14 @@ def replay(
 ) -> Replay:
     """Compute a step of a run again, on as many simulated ranks, and compare what was noted.
 
-    The program of the run is called again. Where it makes its ``ec.Blackbox``, the state before the
-    step is loaded, and ``box.steps`` gives it the batches of the run. Until the step has ended,
-    ``ec.save`` and ``ec.observe.Recorder`` write nothing; ``world.is_replay`` is True, so that
-    a script can leave out what else it writes.
+    ``fn`` is called again. Where it makes its ``ec.Blackbox``, the state before the step is loaded,
+    and ``box.steps`` gives it the batches of the run. Until the step has ended, ``ec.save`` and
+    ``ec.observe.Recorder`` write nothing; ``world.is_replay`` is True, so that a script can leave
+    out what else it writes. Nothing that the folder names is executed.
 
     Args:
         directory: of the run.
-        fn: called as ``fn(world, *args)`` on each rank; None: the program of the run.
+        fn: called as ``fn(world, *args)`` on each rank.
         step: the number of the step; None: the last one that all ranks have begun.
         args: what ``fn`` takes after the world.
         batch_of: another kept step, whose batch the step gets: if it goes well with it, look at
@@ -141,9 +140,9 @@ def replay(
 
     Raises:
         StepNotKept: the step was not kept; says which were.
-        ReplayMismatch: the script, a version or the processor is another one.
+        ReplayMismatch: a version or the processor is another one.
         BlackboxError: there is no black box, or it is damaged or cannot be read.
-        ArgumentError: the program cannot be found or called.
+        ArgumentError: ``fn`` cannot be called so.
         StateError: it has ended without coming to the step.
     """
     checks.path("directory", directory)
@@ -152,27 +151,54 @@ def replay(
             checks.integer(name, number, low=1)
     checks.flag("anyway", anyway)
     _check_call(fn, args, timeout)
-    folder = Path(os.path.abspath(directory))
-    kept = kept_steps(folder, step)
-    batch = None if batch_of is None else kept_batch(kept, batch_of)
-    if fn is None:
-        check_trusted(kept.attempt.facts, folder, kept.facts)
-    differing = kept.facts.differing(with_script=fn is None)
+    kept, batch = _kept(Path(os.path.abspath(directory)), step, batch_of)
+    _refuse_other(kept, kept.facts.differing(), anyway=anyway)
+    fn = taking_world(fn, len(args))
+    return _Replaying(kept, fn, batch).result(tuple(args), timeout)
+
+
+def replay_program(
+    directory: Path,
+    program: NamedProgram,
+    *,
+    step: int | None = None,
+    batch_of: int | None = None,
+    anyway: bool = False,
+) -> Replay:
+    """As ``replay``, with a script or a module that the user names, and its arguments.
+
+    Raises:
+        ReplayMismatch: also where the script or its arguments are others than in the run.
+        ArgumentError: the program cannot be found or called.
+    """
+    kept, batch = _kept(Path(os.path.abspath(directory)), step, batch_of)
+    with program.as_started():
+        differing = program.differing(kept.facts) | kept.facts.differing()
+        _refuse_other(kept, differing, anyway=anyway)
+        fn = taking_world(program.called(), 0)
+        return _Replaying(kept, fn, batch).result((), DEFAULT_TIMEOUT_S)
+
+
+def _refuse_other(
+    kept: KeptSteps, differing: Mapping[str, tuple[str, str]], *, anyway: bool
+) -> None:
     if differing and not anyway:
-        raise ReplayMismatch(folder, differing)
-    with ExitStack() as stack:
-        if fn is None:
-            stack.enter_context(as_started(kept.facts))
-            fn = function_of(kept.facts)
-        fn = taking_world(fn, len(args))
-        return _Replaying(kept, fn, batch).result(tuple(args), timeout)
+        raise ReplayMismatch(kept.run, differing)
 
 
 def _check_call(fn: object, args: object, timeout: object) -> None:
-    checks.function("fn", fn, "a world", or_none=True)
+    checks.function("fn", fn, "a world")
     if not isinstance(args, list | tuple):
         raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
     checks.positive("timeout", timeout, threading.TIMEOUT_MAX)
+
+
+def _kept(
+    folder: Path, step: int | None, batch_of: int | None
+) -> tuple[KeptSteps, KeptSteps | None]:
+    """What is needed for a replay, and what has the batch of another step if one is asked for."""
+    kept = kept_steps(folder, step)
+    return kept, None if batch_of is None else kept_batch(kept, batch_of)
 
 
 @final

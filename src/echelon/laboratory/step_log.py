@@ -22,8 +22,10 @@ from typing import Any, NamedTuple, final
 
 from echelon.checkpoint.checksum import Checksum
 from echelon.checkpoint.files import BINARY, NOFOLLOW
+from echelon.comm.buffers import available_nbytes
 from echelon.errors import BlackboxCorrupt
 from echelon.laboratory.kept_values import from_bytes, to_buffers
+from echelon.process.plain_file import open_plain
 
 _FILE_MAGIC = b"ECHELON STEP LOG 1\n"
 _MAGIC = b"STEP"
@@ -133,7 +135,7 @@ class StepLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[Record] = []
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(len(_FILE_MAGIC))
             if not _FILE_MAGIC.startswith(start):  # a full disk or a kill may have cut it
@@ -174,7 +176,13 @@ class StepLog:
         return [record for record in self.records if (record.kind, record.step) == (kind, step)]
 
     def _read(self, record: Record) -> dict[str, Any]:
-        with open(self.path, "rb") as file:
+        if record.nbytes > available_nbytes():
+            raise BlackboxCorrupt(
+                f"has a record of {record.nbytes} bytes at byte {record.offset}, more than there "
+                "is memory",
+                self.path,
+            )
+        with open_plain(self.path) as file:
             file.seek(record.offset)
             facts = file.read(_FACTS.size)
             digits = file.read(_HEAD_NBYTES - _FACTS.size)

@@ -9,6 +9,7 @@
 ``agent``            torch's agent for the ranks of one host
 ``attempt``          how the ranks of one attempt ended, and the lines that say so
 ``rank_output``      the folder and the screen for what ranks print
+``written_rows``     rows that a progress bar writes over, and which state of them is shown
 ``rank_lines``       whole lines of simulated ranks, each with its rank
 ``cell_output``      what ranks print while a cell of a notebook runs
 ``simulated_job``    simulated ranks of ``echelon run``

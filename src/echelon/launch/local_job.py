@@ -31,9 +31,11 @@ from echelon.launch.attempt import (
 from echelon.launch.program import Launch
 from echelon.launch.rank_output import RunFolder, Screen
 from echelon.process import die_with_parent
+from echelon.process.plain_file import open_plain
 
 POLL_S = 0.05
 _LOG = "agent.log"
+_MAX_LOG_NBYTES = 1 << 22
 
 
 def run_processes(launch: Launch) -> int:
@@ -176,4 +178,7 @@ def _kill_run(run_id: str) -> None:
 
 
 def _text(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")
+    """What is in a log; of a long one the end, where the failure is."""
+    with open_plain(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_NBYTES))
+        return file.read(_MAX_LOG_NBYTES).decode(errors="replace")

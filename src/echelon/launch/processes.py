@@ -41,6 +41,7 @@ from echelon.launch import function_pickle
 from echelon.launch.program import threads_per_rank
 from echelon.launch.rank_function import call
 from echelon.process import die_with_parent, time_limits
+from echelon.process.fork_server import safe_path
 
 _LOOK_S = 0.2  # how soon a rank that does not follow the others is noticed
 
@@ -153,11 +154,13 @@ def _job_bytes(
 def start_fork_server(*modules: str) -> None:
     """Start the server that ranks are forked from, unless it runs; it also imports ``modules``."""
     multiprocessing.set_forkserver_preload([*_PRELOADED, *modules])
-    resource_tracker.ensure_running()  # whose start would unblock Ctrl-C again
+    with safe_path():
+        resource_tracker.ensure_running()  # whose start would unblock Ctrl-C again
     # The server inherits the mask, so Ctrl-C is not raised in its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with safe_path():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

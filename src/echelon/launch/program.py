@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -16,6 +16,9 @@ from typing import Any
 from echelon.errors import ArgumentError
 from echelon.process import time_limits
 from echelon.process.operating_system import num_processors
+
+_AGENT = "echelon.launch.agent"
+_LIVE = "--live"  # its only option without a value
 
 
 @dataclass(frozen=True)
@@ -148,15 +151,26 @@ class Launch:
         }
         if launcher is not None:
             options["--end-with"] = str(launcher)
-        flags = [part for option in options.items() for part in option] + ["--live"] * live
+        flags = [part for option in options.items() for part in option] + [_LIVE] * live
         return [
             sys.executable,
+            "-P",  # or modules of the working directory would be imported before ours
             "-m",
-            "echelon.launch.agent",
+            _AGENT,
             *flags,
             *self.program.words(),
             *self.arguments,
         ]
+
+    @staticmethod
+    def program_words(words: Sequence[str]) -> list[str]:
+        """What the user has started, by the words of a process: the agent's own are left out."""
+        if _AGENT not in words:
+            return list(words)
+        rest = list(words[words.index(_AGENT) + 1 :])
+        while rest and rest[0].startswith("--"):
+            del rest[: 1 if rest[0] == _LIVE else 2]
+        return rest
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables to set; those that the user has set stay, but for what the call says."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from echelon.launch.rank_output import rank_prefix
+from echelon.launch.written_rows import WrittenRows
 
 _printing = threading.local()  # which rank runs on a thread
 
@@ -75,7 +76,8 @@ class WholeLines(io.TextIOBase):
         if rank is None or not self._tee:
             return text
         prefix = rank_prefix(rank)
-        return "\n".join(f"{prefix}{line}" for line in text.split("\n"))
+        rows = WrittenRows().take(f"{text}\n")[:-1]  # each in its last state
+        return "\n".join(f"{prefix}{line}" for line in rows.split("\n"))
 
     def _kept(self) -> str:
         return getattr(self._open, "text", "")

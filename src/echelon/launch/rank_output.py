@@ -15,8 +15,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TextIO, final
+from typing import Protocol, TextIO, final
 
+from echelon.launch.written_rows import (
+    AsWritten,
+    FinishedRows,
+    MarkedRows,
+    OpenRows,
+    is_terminal,
+)
 from echelon.process.file_lock import lock_file
 
 HOLD_S = 15.0  # how long a traceback of rank 0 is held back: it may be the end of the run
@@ -25,33 +32,6 @@ HOLD_S = 15.0  # how long a traceback of rank 0 is held back: it may be the end 
 def rank_prefix(rank: int) -> str:
     """What stands before each line that a rank printed, where all are shown."""
     return f"[rank {rank}] "
-
-
-@final
-class Prefixed:
-    """Writes whole lines to a stream, each with a prefix."""
-
-    def __init__(self, stream: TextIO, prefix: str) -> None:
-        self._stream, self._prefix = stream, prefix
-        self._open = ""  # a line without its end
-
-    def write(self, text: str) -> None:
-        """Write the lines that are whole, and keep the rest."""
-        whole, newline, rest = (self._open + text).rpartition("\n")
-        self._open = rest
-        if newline:
-            lines = whole.split("\n")
-            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
-
-    def end_line(self) -> None:
-        """Write what has been kept, as a line."""
-        if self._open:
-            self.write("\n")
-            self.flush()
-
-    def flush(self) -> None:
-        """Have the stream written."""
-        self._stream.flush()
 
 
 @final
@@ -67,6 +47,8 @@ class Screen:
     def __init__(self, log_dir: Path, live: bool, tee: int | None = None) -> None:
         self._log_dir, self._live, self._tee = log_dir, live, tee
         self._attempt = 0
+        terminals = [to for to in (sys.stderr, sys.stdout) if is_terminal(to)]
+        self._open_rows = OpenRows(terminals[0] if terminals else None)
         self._tails = self._open_tails()
 
     def show(self) -> None:
@@ -85,9 +67,20 @@ class Screen:
         streams = [("stderr", sys.stderr), *([] if self._live else [("stdout", sys.stdout)])]
         folder = f"*/attempt_{self._attempt}"
         if self._tee is None:
-            return [_Tail(self._log_dir, f"{folder}/0/{name}.log", to) for name, to in streams]
+            return [
+                _Tail(
+                    self._log_dir,
+                    f"{folder}/0/{name}.log",
+                    AsWritten(to) if is_terminal(to) else FinishedRows(to),
+                )
+                for name, to in streams
+            ]
         return [
-            _Tail(self._log_dir, f"{folder}/{rank}/{name}.log", Prefixed(to, rank_prefix(rank)))
+            _Tail(
+                self._log_dir,
+                f"{folder}/{rank}/{name}.log",
+                MarkedRows(to, rank_prefix(rank), self._open_rows),
+            )
             for rank in range(self._tee)
             for name, to in streams
         ]
@@ -96,11 +89,20 @@ class Screen:
 # What a rank prints at its end, from its first line on; the end of the run tells it once.
 _CRASH = re.compile(
     r"^(?:  [+|] )*(?:Exception Group )?Traceback \(most recent call last\)"
-    r"|^Fatal Python error: |^terminate called ",
+    r"|^Fatal Python error: |^terminate called "
+    r"|(?<=[\]\r])Traceback \(most recent call last\)",  # behind a progress bar
     re.M,
 )
 # A warning of torch where no name server answers; the address that it has connected to is a number.
 _NOISE = re.compile(r"^\[W.*socket\.cpp.*hostname of the client socket cannot.*\n", re.M)
+
+
+class _Rows(Protocol):
+    """Where the text of a rank goes."""
+
+    def write(self, text: str) -> None: ...
+    def end(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 class _Tail:
@@ -110,7 +112,7 @@ class _Tail:
     it is held back for a moment, and dropped if the run has failed.
     """
 
-    def __init__(self, log_dir: Path, pattern: str, stream: TextIO | Prefixed) -> None:
+    def __init__(self, log_dir: Path, pattern: str, stream: _Rows) -> None:
         self._log_dir, self._pattern, self._stream = log_dir, pattern, stream
         self._file: TextIO | None = None
         self._held = ""
@@ -139,8 +141,8 @@ class _Tail:
         self.show()
         if not failed:
             self._write(self._held)
-        if isinstance(self._stream, Prefixed):
-            self._stream.end_line()
+        self._stream.end()
+        self._stream.flush()
         if self._file is not None:
             self._file.close()
 
@@ -150,7 +152,9 @@ class _Tail:
             files = list(self._log_dir.glob(self._pattern))
             if not files:
                 return ""
-            self._file = open(files[0], encoding="utf-8", errors="replace")  # noqa: SIM115
+            self._file = open(  # noqa: SIM115 (closed by close)
+                files[0], encoding="utf-8", errors="replace", newline=""
+            )
         return self._file.read()
 
     def _write(self, text: str) -> None:

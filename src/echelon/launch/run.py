@@ -190,6 +190,7 @@ def init(
                 f"this script runs in a world of {world.backend!r} already, so init({backend!r}) "
                 "cannot choose another: leave the argument out"
             )
+        world.is_asked = True
         return world
     job = environment(os.environ)
     if job is None or (job.size == 1 and backend is None):

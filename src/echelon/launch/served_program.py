@@ -30,6 +30,7 @@ from echelon.process.offered_debugger import no_debugger
 
 _STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _launchers_port = os.environ.get("MASTER_PORT")  # before the program may set it
+_GROUPS, _OPTIMIZER = "torch.distributed.distributed_c10d", "torch.optim.optimizer"
 
 
 class _ChangingLoader(Loader):
@@ -108,10 +109,48 @@ def _let_children_meet() -> None:
     vars(multiprocessing.util)["spawnv_passfds"] = start_without
 
 
+def _watch_first_step(module: Any) -> None:
+    """Have the first step of an optimizer say so if this rank trains without a world."""
+    steps: list[object] = []
+
+    def first_step(optimizer: object, args: object, kwargs: object) -> None:
+        if steps:  # torch goes through its hooks, so none may be removed here
+            return
+        steps.append(None)
+        if not has_world():
+            print(ALONE.format(size=os.environ["WORLD_SIZE"]), file=sys.stderr, flush=True)
+
+    vars(first_step)["_torchdynamo_disable"] = True  # a compiled step must not trace it
+    module.register_optimizer_step_post_hook(first_step)
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
-    "torch.distributed.distributed_c10d": _serve_groups,
+    _GROUPS: _serve_groups,
+    _OPTIMIZER: _watch_first_step,
     "torch.distributed.rendezvous": _meet_at_own_ports,
 }
+
+
+ALONE = (
+    "echelon: this script trains without a world: it has called neither ec.init() nor "
+    "torch.distributed.init_process_group(), so each of the {size} ranks trains a model of its own "
+    "on the same data, and nothing is shared. Begin with `world = ec.init()`, wrap the model, as "
+    "in `ec.DDP(model, world.group)`, and give each rank rows of its own"
+)
+
+
+def has_world() -> bool:
+    """Whether this rank has met the others, by echelon or by torch."""
+    starts = sys.modules.get("echelon.launch.run")
+    if starts is not None and starts.entered() is not None:
+        return True
+    return has_torch_group()
+
+
+def has_torch_group() -> bool:
+    """Whether this rank is in a group of ``torch.distributed``."""
+    torchs = sys.modules.get(_GROUPS)
+    return torchs is not None and bool(torchs.is_initialized())
 
 
 class _TorchFinder(MetaPathFinder):
@@ -120,7 +159,8 @@ class _TorchFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _CHANGES:
+        is_told = os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") != "1"
+        if name not in _CHANGES or (name == _OPTIMIZER and not is_told):
             return None
         spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
         if spec is not None and spec.loader is not None:
@@ -133,7 +173,8 @@ def run_program(words: Sequence[str]) -> None:
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     program = Program(name, is_module)
-    sys.path[0] = program.folder()
+    if not sys.flags.safe_path:  # or, as PYTHONSAFEPATH asks, no folder of a program is searched
+        sys.path[0] = program.folder()
     code, names = program.read()
     sys.argv = [names["__file__"], *arguments]
     sys.meta_path.insert(0, _TorchFinder())

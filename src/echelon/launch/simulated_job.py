@@ -20,6 +20,7 @@ from echelon.diagnosis.stuck_ranks import END
 from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQuit
 from echelon.launch.program import Program, threads_per_rank
 from echelon.launch.rank_lines import WholeLines, printing_as
+from echelon.launch.served_program import ALONE, has_torch_group
 from echelon.process import time_limits
 from echelon.process.environment import timeout_wanted
 from echelon.process.process_end import end_now, exit_code_of
@@ -127,6 +128,9 @@ def _rank_main(
             code, names = read()
             sys.argv[0] = names["__file__"]
             exec(code, main_names(names))
+            has_met = world.is_asked or len(world.steps.time.arrivals) or has_torch_group()
+            if not has_met and world.rank == 0 and world.size > 1 and world.step:
+                print(ALONE.format(size=world.size), file=sys.stderr)
         except BaseException as error:
             world.explain(error)
             raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))

@@ -5,6 +5,7 @@
 ``memory_overlap``     parameters that share memory without being one parameter
 ``parameters``         ignored parameters, which wrapper reduces a parameter, what may change
 ``model_agreement``    checks that all ranks hold the same model, which can be replicated
+``data_watch``         whether ranks train on the same rows, or have different numbers of batches
 ``nested``             the tensors inside of what a module takes and returns
 ``autograd``           what the engine does now, and adding to ``.grad``
 ``deferred_hooks``     hooks of users on gradients, called when these are reduced

@@ -13,6 +13,7 @@
 ``run_pair``  the parts of the page of two runs
 ``report``    ``report.html``, which shows them
 ``run_info``  what a script says of a run before its first step
+``run_output``  what is written and shown of a run, which ends and delays no training
 ``run_folder``  a new folder, or that of a job that was restarted
 ``provenance``  commit, versions, host and command
 ``phases``    what a rank spent its time on

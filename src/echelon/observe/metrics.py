@@ -27,17 +27,23 @@ goes on in the same file, with another ``start``, from which seconds count again
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from echelon import checks
 from echelon.errors import ArgumentError
+from echelon.process.plain_file import create_plain, open_plain, write_all
 
+_MAX_NBYTES = 1 << 30
+_MAX_LINE_NBYTES = 1 << 26
+_BLOCK_NBYTES = 1 << 16
 _NUMBER = (int, float)
 _LOSS = (int, float, type(None))  # null if it was not finite
 _Fields = dict[str, type | tuple[type, ...]]
@@ -78,16 +84,27 @@ class MetricsWriter:
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         checks.path("path", path)
         checks.flag("append", append)
-        mode = "a" if append else "w"
-        if append:
-            _remove_cut_line(Path(path))
-        self._file = open(path, mode, encoding="utf-8")  # noqa: SIM115 (closed by close)
+        # With a file of Python, it is closed where the writer is forgotten. It holds nothing back:
+        # a line that did not fit on the disk would come again with the next one.
+        self._file = os.fdopen(create_plain(path, appends=append), "r+b", buffering=0)
+        self._end = _end_of_lines(self._file)
+        os.ftruncate(self._file.fileno(), self._end)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Write a line; numbers that JSON does not have (NaN, infinity) become null."""
-        line = json.dumps({"kind": kind, **_finite(fields)}, allow_nan=False, default=str)
-        self._file.write(line + "\n")
-        self._file.flush()
+        """Write a line; numbers that JSON does not have (NaN, infinity) become null.
+
+        Raises:
+            OSError: it cannot be written; the file is as it was before.
+        """
+        text = json.dumps({"kind": kind, **_finite(fields)}, allow_nan=False, default=str)
+        line = f"{text}\n".encode()
+        try:
+            write_all(self._file.fileno(), line)
+        except OSError:
+            with suppress(OSError):  # then the end of the line is missing, and readers skip it
+                os.ftruncate(self._file.fileno(), self._end)
+            raise
+        self._end += len(line)
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
@@ -118,32 +135,42 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if file.is_dir():
         file = file / "metrics.jsonl"
     try:
-        text = file.read_text(encoding="utf-8")
+        with open_plain(file, _MAX_NBYTES, follows=file == Path(path)) as lines:
+            return list(_parse(file, lines))
     except OSError as error:
         raise ArgumentError(
             f"cannot read {file}: {error.strerror}; give the folder of a run, such as runs/gpt"
         ) from error
-    return list(_parse(file, text))
 
 
-def _remove_cut_line(file: Path) -> None:
-    with open(file, "r+b") as lines:
-        lines.truncate(lines.read().rfind(b"\n") + 1)
+def _end_of_lines(file: io.FileIO) -> int:
+    """Where the last whole line of a file ends; what follows was cut off."""
+    start = file.seek(0, io.SEEK_END)
+    while start:
+        nbytes = min(start, _BLOCK_NBYTES)
+        start = file.seek(start - nbytes)
+        if (place := file.read(nbytes).rfind(b"\n")) >= 0:
+            return start + place + 1
+    return 0
 
 
-def _parse(file: Path, text: str) -> Iterator[dict[str, Any]]:
-    lines = text.split("\n")
-    for number, line in enumerate(lines, start=1):
+def _parse(file: Path, lines: BinaryIO) -> Iterator[dict[str, Any]]:
+    number = 0
+    while line := lines.readline(_MAX_LINE_NBYTES):
+        number += 1
+        if len(line) == _MAX_LINE_NBYTES:
+            raise ArgumentError(f"{file}:{number} is longer than {_MAX_LINE_NBYTES} bytes")
         if not line.strip():
             continue
         try:
             content = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):
-                return  # it does not end with a newline, so it was cut off
+        except (ValueError, RecursionError) as error:
+            if not line.endswith(b"\n"):
+                return  # it was cut off
             raise ArgumentError(f"{file}:{number} is not JSON: {error}") from error
         if not isinstance(content, dict) or "kind" not in content:
-            raise ArgumentError(f"{file}:{number} is not an object with a 'kind': {line[:80]}")
+            text = line[:80].decode(errors="replace").rstrip("\n")
+            raise ArgumentError(f"{file}:{number} is not an object with a 'kind': {text}")
         yield content
 
 

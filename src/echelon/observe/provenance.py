@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from echelon.comm import streams
+from echelon.process.command_words import masked
 from echelon.version import __version__
 
 _GIT_S = 5.0  # a repository on a slow disk must not hold up a run
@@ -23,7 +24,7 @@ _PACKAGES = ("numpy", "transformers", "lightning", "accelerate")
 def provenance(device: torch.device, num_ranks: int) -> dict[str, str]:
     """The facts by name, in the order in which the page shows them.
 
-    The command is written as it was given. Who puts a password into it finds it in the report.
+    The command is written as it was given, without the secrets in it.
     """
     host = platform.uname()
     rows = {
@@ -62,8 +63,8 @@ def command_text(typed: list[str], seen: list[str], num_ranks: int) -> str:
         'echelon run --ranks 2 train.py --lr=1'
     """
     if any(Path(argument).name == _RANK_PROGRAM for argument in typed):
-        return shlex.join(["echelon", "run", "--ranks", str(num_ranks), *seen])
-    return shlex.join([Path(typed[0]).name, *typed[1:]]) if typed else ""
+        return shlex.join(["echelon", "run", "--ranks", str(num_ranks), *masked(seen)])
+    return shlex.join([Path(typed[0]).name, *masked(typed[1:])]) if typed else ""
 
 
 def commit_text(folder: Path) -> str:

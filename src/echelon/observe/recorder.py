@@ -28,22 +28,20 @@ from echelon.observe.meters import (
     hidden_bytes,
     tensor_bytes,
 )
-from echelon.observe.metrics import MetricsWriter, failure_text
+from echelon.observe.metrics import failure_text
 from echelon.observe.phases import phase_seconds
-from echelon.observe.progress import Progress
 from echelon.observe.provenance import provenance
-from echelon.observe.report import write_report
 from echelon.observe.run_folder import JobAttempt, MetricsFolder
 from echelon.observe.run_info import RunInfo
+from echelon.observe.run_output import RunOutput
 from echelon.observe.slow_ranks import held_up
 from echelon.observe.trace import Trace, write_trace
 from echelon.observe.trackers.tracked_values import tracked_config, tracked_values
 from echelon.observe.trackers.tracker import Tracker
 from echelon.observe.trackers.tracking import Tracking, chosen_trackers, open_trackers
+from echelon.process.command_words import masked_value
 
 FORMAT_VERSION = 1
-FIRST_PAGE_S, PAGE_S = 10.0, 30.0  # seconds before the page is written first, and again
-_TIMES_OF_A_PAGE = 100  # at least so much time passes as the last page took, times this
 Span = tuple[int, object, float, float]  # rank, what ran, start, end
 _SHOWN_STEPS = 20  # the shown speed is the mean over so many steps, without the first of the run
 
@@ -54,9 +52,10 @@ class Recorder:
 
     Every rank makes a recorder and all leave it together: its end is a collective, which sends the
     memory and communication of all ranks to rank 0. Only rank 0 writes and shows anything. While
-    the run goes on, rank 0 writes the page again after ``PAGE_S`` seconds or later, so that this
-    takes at most a hundredth of the time. If the body raises, nothing is collected, and the page
-    shows what there is. In a replay of a step nothing is written or shown.
+    the run goes on, rank 0 draws the page again after ``PAGE_S`` seconds or later, in the
+    background, for at most a hundredth of the time. Where something cannot be written or shown, a
+    warning says so once, and training goes on. If the body raises, nothing is collected, and the
+    page shows what there is. In a replay of a step nothing is written or shown.
 
     Args:
         folder: where to write. If it exists, the first of ``folder-2``, ``folder-3`` … that does
@@ -106,10 +105,9 @@ class Recorder:
         self._attempt = attempt
         self._saves = SaveMeter(world.rank)
         self._phases: dict[str, float] = {}  # seconds so far, as of the last step
-        self._page_due_s = time.perf_counter() + FIRST_PAGE_S
+        is_continued = self._place is not None and self._place.is_continued
+        self._output = RunOutput(self.folder, is_continued, info)
         self._stack = ExitStack()
-        self._writer: MetricsWriter | None = None
-        self._progress: Progress | None = None
         self._steps = 0
         self._timeline: tuple[MemoryTimeline, ExitStack] | None = None  # of the step under way
         self._recent_s: deque[float] = deque(maxlen=_SHOWN_STEPS)
@@ -131,15 +129,9 @@ class Recorder:
             if meter is not None:
                 self._stack.enter_context(events.listen(meter))
         facts = self._start_facts()
-        if self._place is not None:
-            path = self._place.path
-            self._writer = self._stack.enter_context(
-                MetricsWriter(path / "metrics.jsonl", append=self._place.is_continued)
-            )
-            self._progress = self._stack.enter_context(
-                Progress(self.info.total_steps, unit=self.info.unit)
-            )
-            self._writer.write("start", name=path.name, **facts)
+        self._output.open()
+        if self.folder is not None:
+            self._output.write("start", name=self.folder.name, **facts)
         self._tracking.config(tracked_config(facts))
         self._start_s = self._mark_s = time.perf_counter()
         return self
@@ -156,14 +148,13 @@ class Recorder:
             "device": str(self._world.device),
             **{item.name: getattr(self.info, item.name) for item in fields(self.info)},
             "references": dict(self.info.references),
-            "config": dict(self.info.config),
+            "config": masked_value("config", self.info.config),
             "environment": provenance(self._world.device, self._world.size),
         }
 
     def _write(self, kind: str, **values: Any) -> None:
         """Write a line on rank 0, and send its numbers to the trackers of this rank."""
-        if self._writer is not None:
-            self._writer.write(kind, **values)
+        self._output.write(kind, **values)
         if self._tracking.is_active and (numbers := tracked_values({"kind": kind, **values})):
             self._tracking.log(numbers, values["step"])
 
@@ -179,7 +170,7 @@ class Recorder:
         checks.integer("step", step)
         seconds, self._steps = self._lap(), step
         self._end_timeline(step)
-        if self._writer is None and not self._tracking.is_active:
+        if not self._output.is_active and not self._tracking.is_active:
             return
         if len(self._recent_s) == 1 and step == 2:
             self._recent_s.clear()  # the first step also allocates and warms up
@@ -196,17 +187,16 @@ class Recorder:
             **values,
         )
         self._write_saves()
-        if self._progress is None:
+        if not self._output.is_active:
             return
         step_s = sum(self._recent_s) / len(self._recent_s)
-        self._progress.update(
+        self._output.update(
             step,
             loss=loss,
             tokens_per_s=num_tokens / step_s,
             nbytes=self.memory.process_peak(self._world.device),
             left_s=(self.info.total_steps - step) * step_s,
         )
-        self._write_page_when_due()
 
     def _phases_of_step(self) -> dict[str, float]:
         """Seconds by phase since the step before; nothing for the first one, which warms up."""
@@ -216,25 +206,14 @@ class Recorder:
         return {name: round(seconds, 6) for name, seconds in spans.items() if seconds > 0}
 
     def _write_saves(self) -> None:
-        writer = self._writer
-        for save in self._saves.take() if writer is not None else ():
-            assert writer is not None
-            writer.write(
+        for save in self._saves.take() if self._output.is_active else ():
+            self._output.write(
                 "save",
                 step=save.facts["step"],
                 time_s=round(save.start_s + save.seconds - self._start_s, 4),
                 seconds=round(save.seconds, 4),
                 nbytes=save.facts["nbytes"],
             )
-
-    def _write_page_when_due(self) -> None:
-        start_s = time.perf_counter()
-        if self.folder is None or start_s < self._page_due_s:
-            return
-        write_report(self.folder, live=True)
-        now_s = time.perf_counter()
-        self._page_due_s = now_s + max(PAGE_S, _TIMES_OF_A_PAGE * (now_s - start_s))
-        self._lap()  # so that it counts for no step
 
     def evaluation(self, step: int, loss: float) -> None:
         """Record the validation loss after ``step`` steps; its time counts for no step."""
@@ -243,14 +222,13 @@ class Recorder:
         self._write(
             "evaluation", step=step, time_s=round(self._mark_s - self._start_s, 4), loss=loss
         )
-        if self._progress is not None:
-            compared = "".join(
-                f"  ({name} {value:.3f})" for name, value in self.info.references.items()
-            )
-            self._progress.note(
-                f"step {step}/{self.info.total_steps}  validation loss {loss:.3f} "
-                f"{self.info.unit}{compared}"
-            )
+        compared = "".join(
+            f"  ({name} {value:.3f})" for name, value in self.info.references.items()
+        )
+        self._output.say(
+            f"step {step}/{self.info.total_steps}  validation loss {loss:.3f} "
+            f"{self.info.unit}{compared}"
+        )
 
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Enter the memory of parameters, gradients and optimizer state on this rank now.
@@ -285,15 +263,13 @@ class Recorder:
         timeline, listening = self._timeline
         self._timeline = None
         listening.close()
-        if self._writer is not None:
-            self._writer.write("memory", step=step, rank=timeline.rank, **timeline.record())
+        self._output.write("memory", step=step, rank=timeline.rank, **timeline.record())
 
     def note(self, title: str, text: str) -> None:
         """Show a text and keep it for the page."""
         self._lap()
-        if self._writer is not None and self._progress is not None:
-            self._writer.write("note", title=title, text=text)
-            self._progress.note(f"{title}:\n{text}" if "\n" in text else f"{title}: {text}")
+        self._output.write("note", title=title, text=text)
+        self._output.say(f"{title}:\n{text}" if "\n" in text else f"{title}: {text}")
 
     def timelines(
         self,
@@ -315,7 +291,7 @@ class Recorder:
             >>> #                    ranks=measured.ranks)
         """
         self._lap()
-        if self._writer is None:
+        if not self._output.is_active:
             return
         rows = {
             name: [
@@ -324,7 +300,7 @@ class Recorder:
             ]
             for name, steps in timelines.items()
         }
-        self._writer.write("timelines", step=self._steps, timelines=rows)
+        self._output.write("timelines", step=self._steps, timelines=rows)
 
     def _lap(self) -> float:
         """Seconds since the last record."""
@@ -342,12 +318,9 @@ class Recorder:
             self._write_saves()
             if error is None:
                 self._collect()
-            elif self._writer is not None:
-                self._writer.write("failure", text=failure_text(error))
-        if self.folder is None or self._progress is None:
-            return
-        page = write_report(self.folder)
-        self._progress.note(f"the report of this run is {page}")
+            else:
+                self._output.write("failure", text=failure_text(error))
+        self._output.close()
 
     def _collect(self) -> None:
         """Gather what all ranks have counted, and write it on rank 0. All ranks call it."""
@@ -376,14 +349,15 @@ class Recorder:
         summaries = [summary for summary, *_ in ranks]
         tracked = {"kind": "ranks", "ranks": [summary] if self._per_rank else summaries}
         self._tracking.log(tracked_values(tracked), self._steps)
-        if self._writer is None or self.folder is None:
+        if not self._output.is_active:
             return
         if late is not None:
-            self._writer.write("waits", waited_s=late.waited_s)
-        self._writer.write("ranks", ranks=summaries)
+            self._output.write("waits", waited_s=late.waited_s)
+        self._output.write("ranks", ranks=summaries)
         for title, text in notes.items():
             if text:
-                self._writer.write("note", title=title, text=text)
+                self._output.write("note", title=title, text=text)
         if self._trace is not None:
-            write_trace(self.folder / "trace.json", [rows for _, rows, _ in ranks])
-        self._writer.write("end", time_s=self._mark_s - self._start_s, steps=self._steps)
+            traces = [rows for _, rows, _ in ranks]
+            self._output.write_file("trace.json", lambda path: write_trace(path, traces))
+        self._output.write("end", time_s=self._mark_s - self._start_s, steps=self._steps)

@@ -12,12 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from echelon import checks
 from echelon.errors import ArgumentError
 from echelon.events import Event
+from echelon.process.plain_file import read_plain, replace_plain
 
 # Lanes of one rank, as threads of its process in the timeline. Those of groups follow.
 LANES = {"backward": 0, "communication": 1, "other": 2}
@@ -25,6 +25,7 @@ LANES = {"backward": 0, "communication": 1, "other": 2}
 _CLOCK = (
     "baseTimeNanoseconds"  # the field of torch.profiler's files for the time that ts count from
 )
+_MAX_NBYTES = 1 << 32
 _MERGED_PID = 1 << 24  # ranks of a merged file, because no Linux process has so large a number
 
 Row = dict[str, Any]
@@ -146,8 +147,7 @@ def write_trace(path: str | os.PathLike[str], ranks: Sequence[Iterable[Row]]) ->
         _CLOCK: time.time_ns() - time.perf_counter_ns() + round(first * 1e3),
         "otherData": {"written": time.strftime("%Y-%m-%d %H:%M:%S")},
     }
-    with open(path, "w") as file:
-        json.dump(content, file, default=str)
+    replace_plain(path, json.dumps(content, default=str).encode())
 
 
 def merge_traces(
@@ -183,16 +183,15 @@ def merge_traces(
             if "ts" in row:
                 row["ts"] += shift
         merged["traceEvents"] += profile["traceEvents"]
-    with open(output, "w") as file:
-        json.dump(merged, file)
+    replace_plain(output, json.dumps(merged).encode())
 
 
 def _timeline(path: str | os.PathLike[str]) -> Row:
     """The content of a file in the Trace Event Format that says when its time begins."""
     checks.path("the trace", path)
     try:
-        content = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
+        content = json.loads(read_plain(path, _MAX_NBYTES, follows=True))
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"cannot read the timeline {os.fspath(path)!r}: {error}") from error
     if (
         not isinstance(content, dict)

@@ -13,10 +13,12 @@ from echelon.checks import instance, integer, number, positive
 from echelon.errors import ArgumentError
 from echelon.planner.device import MOST_BYTES, Device
 from echelon.planner.host_memory import HostMemory
+from echelon.process.plain_file import read_plain
 
 _FORM = re.compile(
     r"(?:(\d{1,15})\s*[x×]\s*)?(\d{1,15})\s*[x×]?\s+(\S+)(?:\s*@\s*(\d+(?:\.\d+)?)\s*Gb/s)?"
 )
+_MAX_NBYTES = 1 << 24
 _MOST_DEVICES = 2**20
 _OPTIONAL = dict.fromkeys(("price", "host")).keys()
 _USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "A800": 800.0, "MI300X": 3200.0}
@@ -97,7 +99,7 @@ class Cluster:
     @classmethod
     def _of_file(cls, path: Path) -> Cluster:
         try:
-            value = json.loads(path.read_text("utf-8"))
+            value = json.loads(read_plain(path, _MAX_NBYTES, follows=True))
         except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(f"cluster {str(path)!r:.200} cannot be read: {error}") from error
         known = {field.name for field in fields(cls)}

@@ -11,6 +11,7 @@ from typing import Any
 from echelon.checks import integer
 from echelon.errors import ArgumentError
 from echelon.planner.transformer import Transformer
+from echelon.process.plain_file import read_plain
 
 # Families whose blocks have two matrices in the feed-forward part, and those that have three.
 _TWO = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "phi", "falcon", "starcoder2")
@@ -44,6 +45,7 @@ _NOT_DESCRIBED = {
     "text_config": {},
     "vision_config": {},
 }
+_MAX_NBYTES = 1 << 24
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 
@@ -60,7 +62,7 @@ def read_transformer(path: Path, seq: int | None = None) -> Transformer:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        value = json.loads(file.read_text("utf-8"))
+        value = json.loads(read_plain(file, _MAX_NBYTES, follows=True))
     except OSError as error:
         raise ArgumentError(f"model {str(file)!r:.200} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:

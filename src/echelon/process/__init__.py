@@ -4,6 +4,8 @@
 ``time_limits``         how long processes and threads wait for one another
 ``process_status``      what ``/proc`` shows of other processes
 ``atomic_files``        files and folders of users, replaced whole and at one instant
+``plain_file``          ordinary files where others may have put something else
+``command_words``       command lines without the secrets in them
 ``memory_files``        memory that processes of one user open through ``/proc``
 ``die_with_parent``     processes that the kernel ends with the one that started them
 ``forks``               a process that a rank forks owns nothing of the rank's world

@@ -8,23 +8,50 @@ it does not end by Ctrl-C: it goes with the program. multiprocessing ignores Ctr
 the imports, which take seconds, so it is blocked from the start of the server on.
 
 The server imports this module before it forks. Elsewhere the import does nothing.
+
+[Note: the paths of the server]
+multiprocessing starts its helpers by ``python -c``, for which Python searches the working directory
+first: also for multiprocessing itself, and the directory may be one where others write. So they
+start with ``-P``, and the server takes the paths of the program before it imports anything else.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
+import multiprocessing.util
 import os
 import signal
 import socket
 import stat
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__: list[str] = []
+__all__ = ["safe_path"]
 
+_PATH = "ECHELON_FORK_SERVER_PATH"
 _FOLDER = "pymp-"  # of multiprocessing.util.get_temp_dir
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Let helpers of multiprocessing that start in the body search the folders of this program.
+
+    See [Note: the paths of the server].
+    """
+    util: Any = multiprocessing.util
+    flags = util._args_from_interpreter_flags
+    util._args_from_interpreter_flags = lambda: [*flags(), "-P"]
+    os.environ[_PATH] = json.dumps(sys.path)
+    try:
+        yield
+    finally:
+        os.environ.pop(_PATH, None)
+        util._args_from_interpreter_flags = flags
 
 
 def _own_sockets() -> list[Path]:
@@ -52,6 +79,8 @@ def _remove(sockets: list[Path], server: int) -> None:
 
 
 def _serve() -> None:
+    if (path := os.environ.pop(_PATH, None)) is not None:
+        sys.path[:] = json.loads(path)
     sockets = _own_sockets()
     if sockets:
         atexit.register(_remove, sockets, os.getpid())

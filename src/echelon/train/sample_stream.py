@@ -14,6 +14,7 @@ from echelon.errors import ArgumentError, StateError
 from echelon.train.shares import (
     check_batch_size,
     check_same_data,
+    epochs_left,
     rank_and_size,
     share_of,
     shares_of,
@@ -116,19 +117,21 @@ class SampleStream:
         """The weight of this rank's mean in the mean over ranks, as that of a sampler."""
         return weight_of(self.shares, self._rank)
 
-    def batches(self, epochs: int | None = 1) -> Iterator[Any]:
+    def batches(self, epochs: int | None = 1, *, total_epochs: int | None = None) -> Iterator[Any]:
         """The batches from the position of the job to the end of an epoch.
 
         A batch counts as consumed when the loop gets it, so save after its step.
 
         Args:
             epochs: the number of epochs, counting the one that has begun; None: no end.
+            total_epochs: in place of ``epochs``: the number of epochs of the whole job, counting
+                those before it was resumed. There is no batch if all of them are over.
 
         Raises:
+            ArgumentError: both numbers of epochs are given.
             StateError: the ranks of the group are at different positions, or an epoch is empty.
         """
-        if epochs is not None:
-            integer("epochs", epochs, low=1)
+        epochs = epochs_left(epochs, total_epochs, self.epoch)
         if self._group is not None:
             self._check_agreement(self._group)
         return self._batches(epochs)

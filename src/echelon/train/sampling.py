@@ -21,6 +21,7 @@ from echelon.train.sample_order import SampleOrder
 from echelon.train.shares import (
     check_batch_size,
     check_same_data,
+    epochs_left,
     rank_and_size,
     share_of,
     shares_of,
@@ -168,7 +169,13 @@ class ResumableSampler(Sampler[Any]):
             )
         return self._shares
 
-    def batches(self, loader: Iterable[Batch], epochs: int | None = 1) -> Iterator[Batch | None]:
+    def batches(
+        self,
+        loader: Iterable[Batch],
+        epochs: int | None = 1,
+        *,
+        total_epochs: int | None = None,
+    ) -> Iterator[Batch | None]:
         """The batches that ``loader`` makes, from the position of the job to the end of an epoch.
 
         A batch counts as consumed when the loop gets it, so save after its step. After a loop that
@@ -179,14 +186,15 @@ class ResumableSampler(Sampler[Any]):
                 with the ``batch_size`` of one rank; or anything else that iterates over this
                 sampler, which then gives lists of samples.
             epochs: the number of epochs, counting the one that has begun; None: no end.
+            total_epochs: in place of ``epochs``: the number of epochs of the whole job, counting
+                those before it was resumed. There is no batch if all of them are over.
 
         Raises:
             ArgumentError: the loader reads other samples than those of this sampler, or not in
-                their order.
+                their order; or both numbers of epochs are given.
             StateError: the ranks of the group are at different positions.
         """
-        if epochs is not None:
-            integer("epochs", epochs, low=1)
+        epochs = epochs_left(epochs, total_epochs, self._epoch)
         singly = self._check_loader(loader)
         if self._group is not None:
             check_same_data(self._group, self.state_dict(), "sampler")

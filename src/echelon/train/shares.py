@@ -62,6 +62,26 @@ def check_same_data(group: Group, place: object, what: str) -> None:
         )
 
 
+def epochs_left(epochs: int | None, total_epochs: int | None, epoch: int) -> int | None:
+    """How many epochs a loop reads that begins in ``epoch``; None: no end.
+
+    Raises:
+        ArgumentError: both numbers are given, or one is none.
+
+    Example:
+        >>> epochs_left(1, 3, epoch=2), epochs_left(1, 3, epoch=3), epochs_left(2, None, epoch=5)
+        (1, 0, 2)
+    """
+    if total_epochs is None:
+        return None if epochs is None else integer("epochs", epochs, low=1)
+    if epochs != 1:
+        raise ArgumentError(
+            f"epochs is {epochs} and total_epochs {total_epochs}: give one of them, epochs to read "
+            "so many more, total_epochs for those of the whole job"
+        )
+    return max(0, integer("total_epochs", total_epochs, low=1) - epoch)
+
+
 def rank_and_size(group: object) -> tuple[int, int]:
     """The place of this rank among those that share a batch.
 

@@ -11,18 +11,18 @@ from collections import defaultdict
 from pathlib import Path
 
 import echelon as ec
-import echelon.observe.recorder as recorder_module
-from echelon.observe import Recorder, RunInfo, read_metrics
+from echelon.observe import Recorder, RunInfo, read_metrics, run_output
 from tests.children import environ
 
 STEPS = 4
 RANKS = 2
+SECRET = "s3cr3t-Value"
 Values = dict[str, list[tuple[int, float]]]
 
 
 def record(world: ec.World, folder: Path, trackers: list[str], per_rank: bool = False) -> None:
     """Record a run whose second loss is not finite, and whose ranks have other losses."""
-    info = RunInfo(total_steps=STEPS, config={"lr": 0.1, "data": "a | b"})
+    info = RunInfo(total_steps=STEPS, config={"lr": 0.1, "data": "a | b", "key": SECRET})
     with Recorder(world, folder, info, to=trackers, per_rank=per_rank) as recorder:
         for step in range(1, STEPS + 1):
             loss = math.nan if step == 2 else 1.0 / step + world.rank
@@ -35,12 +35,15 @@ def recorded_in_child(
     folder: Path, *trackers: str, per_rank: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Record in another process; it must end well."""
-    command = [sys.executable, "-m", __name__, str(folder), str(per_rank), *trackers]
+    secret = [f"--token={SECRET}"]  # which no tracker may have
+    command = [sys.executable, "-m", __name__, str(folder), str(per_rank), *trackers, *secret]
     result = subprocess.run(
         command, env=environ(**variables), capture_output=True, text=True, timeout=100
     )
     assert result.returncode == 0, result.stderr
     assert "the tracker" not in result.stderr  # no warning
+    for path in folder.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
     return result
 
 
@@ -80,6 +83,6 @@ def assert_same(values: Values, expected: Values, rel: float = 0.0) -> None:
 
 
 if __name__ == "__main__":
-    recorder_module.write_report = lambda folder, live=False: None  # drawing takes a second
-    place, of_each, *names = sys.argv[1:]
+    run_output.write_report = lambda folder, live=False: None  # drawing takes a second
+    place, of_each, *names, _ = sys.argv[1:]
     ec.run(record, RANKS, args=(Path(place), names, of_each == "True"))

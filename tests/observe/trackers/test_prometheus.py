@@ -78,7 +78,7 @@ def test_the_file_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
 def test_a_run_has_the_file_while_it_goes_on_and_not_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder, live=False: None)
+    monkeypatch.setattr("echelon.observe.run_output.write_report", lambda folder, live=False: None)
     texts: list[str] = []
     log = PrometheusFile.log
 

@@ -1,6 +1,9 @@
 import http.client
+import os
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,15 +56,6 @@ def test_nothing_else_is_answered(endpoint: PrometheusEndpoint) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_of_the_web_that_leads_to_loopback_gets_nothing(
-    endpoint: PrometheusEndpoint,
-) -> None:
-    assert ask(endpoint, "/metrics", Host="attacker.example")[0] == 403
-    assert ask(endpoint, "/metrics", Host="attacker.example:9464")[0] == 403
-    assert ask(endpoint, "/metrics", Host="localhost:9464")[0] == 200
-
-
-@pytest.mark.slow
 def test_a_client_that_sends_nothing_is_dropped_and_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +68,45 @@ def test_a_client_that_sends_nothing_is_dropped_and_holds_up_nobody(
             assert silent.recv(1) == b""
     finally:
         endpoint.close()
+
+
+@pytest.mark.slow
+def test_slow_and_reset_connections_take_few_descriptors_and_threads_and_print_nothing(
+    endpoint: PrometheusEndpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = address(endpoint.address)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    most = prometheus_endpoint.MOST_CONNECTIONS
+    clients = []
+    for i in range(3 * most):
+        client = socket.create_connection(place, timeout=10)
+        client.send(b"GET /met")
+        if i % 3 == 0:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+        else:
+            clients.append(client)
+    assert ask(endpoint, "/metrics")[0] == 200
+    taken = len(os.listdir("/proc/self/fd")) - descriptors - len(clients)
+    assert taken <= most + 1
+    assert threading.active_count() - threads <= most + 1
+    for client in clients:
+        client.close()
+    assert ask(endpoint, "/metrics")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_connection_ends_after_its_time_however_it_drips(
+    endpoint: PrometheusEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus_endpoint, "REQUEST_S", 0.3)
+    with socket.create_connection(address(endpoint.address), timeout=10) as client:
+        start = time.monotonic()
+        with pytest.raises(OSError):  # noqa: PT011 (a reset, or a broken pipe)
+            while time.monotonic() - start < 10:
+                client.send(b"G")
+                time.sleep(0.05)
 
 
 def test_it_listens_on_loopback_unless_another_host_is_given() -> None:

@@ -26,7 +26,7 @@ FLOAT32 = 2**-23  # event files hold numbers as float32
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder, live=False: None)
+    monkeypatch.setattr("echelon.observe.run_output.write_report", lambda folder, live=False: None)
 
 
 def read(folder: Path) -> tuple[Values, str]:

@@ -36,7 +36,7 @@ class NotingTracker:
 
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.observe.recorder.write_report", lambda folder, live=False: None)
+    monkeypatch.setattr("echelon.observe.run_output.write_report", lambda folder, live=False: None)
 
 
 @pytest.mark.parametrize("per_rank", [False, True])

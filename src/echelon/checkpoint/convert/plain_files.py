@@ -19,6 +19,7 @@ from echelon.checkpoint.header import Entry, header, header_nbytes, read_header
 from echelon.checkpoint.tensors import bytes_of
 from echelon.comm.buffers import available_nbytes
 from echelon.errors import ArgumentError, CheckpointCorrupt, CheckpointError
+from echelon.process.plain_file import read_plain
 from echelon.values.untrusted_json import brief, read_json
 from echelon.values.value_types import DTYPES, FILE_DTYPES, dtype_name
 
@@ -180,7 +181,9 @@ def _index(folder: Path) -> dict[str, Path]:
     _check_place(path, folder)
     if path.stat().st_size > _MAX_INDEX_NBYTES:
         raise CheckpointCorrupt("is too large for an index", path)
-    index = read_json(path.read_bytes(), path, memory=_INDEX_MEMORY)
+    # Hugging Face's cache has links; the place of this one is checked.
+    data = read_plain(path, _MAX_INDEX_NBYTES, follows=True)
+    index = read_json(data, path, memory=_INDEX_MEMORY)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(type(file) is str for file in weights.values()):
         raise CheckpointCorrupt("is no index of weights", path)

@@ -30,6 +30,7 @@ from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.diagnosis.root_cause import end_of_wait_chain
+from echelon.diagnosis.step_rows import StepRows
 from echelon.diagnosis.stuck_ranks import ExitSign, ExitStage, error_of, explained
 from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
 from echelon.errors.message_text import message_of, ranks_text
@@ -64,6 +65,7 @@ class ThreadWorld:
         self._threads = [WorkerThreads() for _ in range(size)]
         self._with_workers: set[int] = set()  # ranks that communicate from several threads
         self._finished: set[int] = set()
+        self._step_rows: dict[int, StepRows] = {}  # by rank
         self._conditions: list[PendingCondition] = []  # that ranks wait for
         self.tells_last_calls = False
         self.watch: CallWatch = NoWatch()
@@ -76,12 +78,16 @@ class ThreadWorld:
 
     def step_counter(self, rank: int) -> StepCounter:
         """Counts the steps of a rank, and measures them by the clock of the rank."""
-        return StepCounter(
+        counter = StepCounter(
             self.sightings[rank].note_step,
             clock=self.order.clock_of(rank),
             shares_heap=True,
             takes_turns=self.order.has_clocks,
         )
+        peers = self._step_rows
+        peers[rank] = counter.time.rows
+        peers[rank].peers = lambda: peers
+        return counter
 
     def note(self, call: CollectiveCall) -> None:
         """Record the last call of a rank."""

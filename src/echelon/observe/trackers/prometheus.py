@@ -6,7 +6,6 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/, "Text-base
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import final
 
 from echelon.observe.trackers.tracker import TrackedRun
+from echelon.process.plain_file import replace_plain
 
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -92,10 +92,8 @@ class PrometheusFile:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Replace the file."""
         self._values.update(values, step, time.time())
-        # The node exporter reads *.prom, so it does not see this one.
-        part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
-        part.write_text(self._values.text(), encoding="utf-8")
-        part.replace(self._path)
+        # The node exporter reads *.prom, so it does not see the file before it has this name.
+        replace_plain(self._path, self._values.text().encode())
 
     def close(self) -> None:
         """Remove the file, so that nobody takes its values for those of a run."""

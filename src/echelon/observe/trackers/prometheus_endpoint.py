@@ -3,21 +3,118 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import final
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, final
 
 from echelon.errors import ArgumentError
 from echelon.observe.trackers.prometheus import PrometheusValues
 from echelon.observe.trackers.tracker import TrackedRun
+from echelon.process.background_threads import run_in_background
 
 _LOOPBACK = "127.0.0.1"
 _PORT = 9464
-REQUEST_S = 5.0  # a client that sends nothing is dropped
+REQUEST_S = 5.0  # how long a connection may last
+MOST_CONNECTIONS = 8  # at the same time
+_PAUSE_S = 0.05
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request of one connection."""
+
+    server: _Server
+
+    def setup(self) -> None:
+        self.request.settimeout(REQUEST_S)
+        super().setup()
+
+    def do_GET(self) -> None:
+        if self.path != "/metrics":
+            self.send_error(HTTPStatus.NOT_FOUND, "only /metrics is here")
+            return
+        text = self.server.text()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", _CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass  # a request every few seconds is no news
+
+    def version_string(self) -> str:
+        return "echelon"
+
+
+@final
+class _Server(HTTPServer):
+    """A server that takes little of its process, whoever asks and however often.
+
+    [Note: connections of strangers]
+    Every connection is a descriptor and a thread of the rank, which needs both for itself. So there
+    are at most ``MOST_CONNECTIONS``. One more takes the place of the oldest, which is closed, as is
+    one that lasts longer than ``REQUEST_S``; and then no other is accepted for a moment, because
+    accepting takes processor time from the training. A scraper asks at once, so it is answered.
+    """
+
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, host: str, port: int, text: Callable[[], bytes]) -> None:
+        self.text = text
+        self._since: dict[socket.socket, float] = {}  # when each was accepted, oldest first
+        self._lock = threading.Lock()
+        super().__init__((host, port), _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; if there are too many, end the oldest."""
+        if len(self._since) >= MOST_CONNECTIONS:
+            self._end_older(math.inf, most=1)
+            time.sleep(_PAUSE_S)
+        try:
+            connection, address = super().get_request()
+        except OSError:  # the process has no descriptor left: not our doing, and it may pass
+            time.sleep(_PAUSE_S)
+            raise
+        with self._lock:
+            self._since[connection] = time.monotonic()
+        return connection, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread of its own."""
+        run_in_background("prometheus request", self._answer, request, client_address)
+
+    def _answer(self, request: Any, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except (OSError, ValueError):  # of a connection that its client or we have closed
+            pass
+        finally:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that last too long; the server calls it twice in a second."""
+        self._end_older(time.monotonic() - REQUEST_S)
+
+    def _end_older(self, than_s: float, most: int = MOST_CONNECTIONS) -> None:
+        with self._lock:
+            old = [each for each, since in self._since.items() if since < than_s][:most]
+            for connection in old:
+                del self._since[connection]
+                with suppress(OSError):  # the thread that reads from it closes it
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 @final
@@ -39,39 +136,9 @@ class PrometheusEndpoint:
             port += run.rank
         self._values = PrometheusValues(run)
         self._text = b""
-        endpoint = self
-        guarded = ipaddress.IPv4Address(host).is_loopback
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = REQUEST_S
-
-            def do_GET(self) -> None:
-                if guarded and not _names_loopback(self.headers.get("Host", "")):
-                    # A page of the web whose name leads here must not read what runs here.
-                    self.send_error(HTTPStatus.FORBIDDEN, "ask for localhost")
-                elif self.path != "/metrics":
-                    self.send_error(HTTPStatus.NOT_FOUND, "only /metrics is here")
-                else:
-                    text = endpoint._text
-                    self.send_response(HTTPStatus.OK)
-                    self.send_header("Content-Type", _CONTENT_TYPE)
-                    self.send_header("Content-Length", str(len(text)))
-                    self.end_headers()
-                    self.wfile.write(text)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass  # a request every few seconds is no news
-
-            def version_string(self) -> str:
-                return "echelon"
-
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(host, port, lambda: self._text)
         self.address = f"{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="prometheus endpoint", daemon=True
-        )
-        self._thread.start()
+        self._thread = run_in_background("prometheus endpoint", self._server.serve_forever)
         print(f"the newest values for Prometheus: http://{self.address}/metrics", flush=True)
 
     def config(self, values: Mapping[str, object]) -> None:
@@ -112,11 +179,3 @@ def address(place: str | None) -> tuple[str, int]:
             f"such as {_LOOPBACK}:{_PORT}"
         )
     return host, number
-
-
-def _names_loopback(host: str) -> bool:
-    name = host.rpartition(":")[0] or host
-    try:
-        return name == "localhost" or ipaddress.IPv4Address(name).is_loopback
-    except ValueError:
-        return False

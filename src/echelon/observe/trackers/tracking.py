@@ -25,6 +25,7 @@ from echelon.observe.trackers.tracker_thread import (
     CLOSE_S,
     TrackerThread,
 )
+from echelon.process.command_words import masked_value
 
 
 @final
@@ -50,10 +51,11 @@ class Tracking:
         return bool(self._threads)
 
     def config(self, values: Mapping[str, object]) -> None:
-        """Send the options of the run to all trackers."""
+        """Send the options of the run to all trackers; texts that are secrets go as ``***``."""
         checks.mapping("values", values)
+        shown = {name: masked_value(name, value) for name, value in values.items()}
         for thread in self._threads:
-            thread.put(partial(_send_config, dict(values)))
+            thread.put(partial(_send_config, shown))
         self._warn()
 
     def log(self, values: Mapping[str, float], step: int) -> None:

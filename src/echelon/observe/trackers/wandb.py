@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from echelon.observe.trackers.tracker import TrackedRun
+from echelon.process.command_words import masked
 
 
 @final
 class WandbTracker:
     """A run of W&B. Its own environment variables hold, such as ``WANDB_MODE``.
+
+    W&B stores the command line by itself, with the host and the commit. Where the command line has
+    a secret, it is told to store none of these.
 
     Args:
         place: the project; None: that of ``WANDB_PROJECT``, or ``echelon``.
@@ -25,6 +30,7 @@ class WandbTracker:
             name=run.title,
             group=None if run.rank is None else run.name,
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
+            settings=wandb.Settings(x_disable_meta=_has_secrets(sys.argv)),
             reinit="create_new",  # simulated ranks are several runs of one process
         )
 
@@ -39,3 +45,7 @@ class WandbTracker:
     def close(self) -> None:
         """Finish the run, which uploads what is left."""
         self._run.finish()
+
+
+def _has_secrets(words: Sequence[str]) -> bool:
+    return masked(words) != tuple(words)
