@@ -14,10 +14,10 @@ from tests.architecture.sources import Modules, package_of, read_modules
 # By module, why it may: what it renames or removes has names that only it gives.
 MAY_REMOVE = {
     "process.atomic_files": "does it for all others",
+    "process.plain_file": "a file of another kind than it has opened to write",
     "checkpoint.files": "steps of a run, and what saves have left, under the lock of the run",
     "launch.rank_output": "folders that it has made among the temporary files",
     "process.fork_server": "the socket of a server, in a folder of its own",
-    "observe.report": "a page that it has written beside itself",
     "observe.trackers.prometheus": "a file of the node exporter that this run has written",
 }
 _OF_OS = {"replace", "rename", "renames", "unlink", "remove", "rmdir", "removedirs"}

@@ -45,12 +45,12 @@ SITES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "the page": ("report.html of", lambda patch: patch.setattr(run_output, "write_report", full)),
     "the trace": (
         "trace.json of",
-        lambda patch: patch.setattr("echelon.observe.trace.replace_plain", full),
+        lambda patch: patch.setattr("echelon.observe.trace.replace_file", full),
     ),
     "the terminal": ("the progress of", lambda patch: patch.setattr(sys, "stdout", FullTerminal())),
     "a tracker": (
         "the tracker prometheus failed",
-        lambda patch: patch.setattr("echelon.observe.trackers.prometheus.replace_plain", full),
+        lambda patch: patch.setattr("echelon.observe.trackers.prometheus.replace_file", full),
     ),
 }
 

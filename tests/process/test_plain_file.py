@@ -15,8 +15,7 @@ from echelon.cli import app
 from echelon.observe.metrics import MetricsWriter
 from echelon.observe.trackers.prometheus import PrometheusFile
 from echelon.observe.trackers.tracker import TrackedRun
-from echelon.process import plain_file
-from echelon.process.plain_file import open_plain, read_plain, replace_plain
+from echelon.process.plain_file import open_plain, read_plain
 
 MANY = 30 << 30  # bytes of a sparse file, which takes none on the disk
 
@@ -52,25 +51,6 @@ def test_a_link_that_the_user_names_is_followed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"data")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert read_plain(tmp_path / "link", 100, follows=True) == b"data"
-
-
-def test_a_replaced_file_is_the_old_or_the_new_one_and_no_link_is_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, other = tmp_path / "file", tmp_path / "other"
-    other.write_text("of somebody")
-    path.symlink_to(other)
-    replace_plain(path, b"new")
-    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("new", False, "of somebody")
-
-    def fail(fd: int, data: bytes) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(plain_file, "write_all", fail)
-    with pytest.raises(OSError, match="no space"):
-        replace_plain(path, b"newer")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "other"]
-    assert path.read_text() == "new"
 
 
 @pytest.mark.parametrize("kind", ["prometheus", "metrics"])

@@ -255,6 +255,8 @@ def wait_circle(
         circle[awaited] = following
         awaited = following
     return circle if awaited == rank else {}
+
+
 def _step_rows(recorder: weakref.ref[FlightRecorder], attempt: int) -> Mapping[int, StepRows]:
     alive = recorder()
     return {} if alive is None else alive.step_rows(attempt)

@@ -15,7 +15,7 @@ from echelon.observe.recorded_run import RecordedRun
 from echelon.observe.run_pair import pair_names, pair_sections
 from echelon.observe.run_sections import run_facts, run_sections
 from echelon.page import CHART_SCRIPT, CHART_STYLE, page
-from echelon.process.plain_file import replace_plain
+from echelon.process.atomic_files import replace_file
 
 _AGAIN_S = 15  # between two loads of a page whose run goes on
 _RELOAD = f"setTimeout(() => location.reload(), {1000 * _AGAIN_S});\n"
@@ -86,7 +86,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
 
 def _write(path: Path, content: str) -> Path:
     """Write a page so that a reader sees the old one or the new one."""
-    replace_plain(path, content.encode("utf-8", "backslashreplace"))
+    replace_file(path, content.encode("utf-8", "backslashreplace"), sync=False)
     return path
 
 

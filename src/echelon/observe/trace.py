@@ -12,12 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from echelon import checks
 from echelon.errors import ArgumentError
 from echelon.events import Event
-from echelon.process.plain_file import read_plain, replace_plain
+from echelon.process.atomic_files import replace_file
+from echelon.process.plain_file import read_plain
 
 # Lanes of one rank, as threads of its process in the timeline. Those of groups follow.
 LANES = {"backward": 0, "communication": 1, "other": 2}
@@ -147,7 +149,7 @@ def write_trace(path: str | os.PathLike[str], ranks: Sequence[Iterable[Row]]) ->
         _CLOCK: time.time_ns() - time.perf_counter_ns() + round(first * 1e3),
         "otherData": {"written": time.strftime("%Y-%m-%d %H:%M:%S")},
     }
-    replace_plain(path, json.dumps(content, default=str).encode())
+    replace_file(Path(path), json.dumps(content, default=str).encode(), sync=False)
 
 
 def merge_traces(
@@ -183,7 +185,7 @@ def merge_traces(
             if "ts" in row:
                 row["ts"] += shift
         merged["traceEvents"] += profile["traceEvents"]
-    replace_plain(output, json.dumps(merged).encode())
+    replace_file(Path(output), json.dumps(merged).encode(), sync=False)
 
 
 def _timeline(path: str | os.PathLike[str]) -> Row:

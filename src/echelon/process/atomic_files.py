@@ -34,6 +34,7 @@ from pathlib import Path
 
 from echelon.process.file_lock import lock_file
 from echelon.process.operating_system import c_function
+from echelon.process.plain_file import write_all
 
 _MARK = ".echelon-"
 _DRAFT = re.compile(r"[0-9a-f]{32}")
@@ -142,7 +143,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
     try:
         try:
             with naming(draft):
-                _write_all(fd, data)
+                write_all(fd, data)
                 if sync:
                     os.fsync(fd)
             if sys.platform != "win32":
@@ -171,12 +172,6 @@ def _refuse_special(path: Path) -> None:
         raise FileExistsError(
             errno.EEXIST, "is no ordinary file, and is not replaced by one", str(path)
         )
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 @contextmanager

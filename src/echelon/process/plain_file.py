@@ -11,7 +11,6 @@ import errno
 import os
 import stat
 import sys
-import uuid
 from pathlib import Path
 from typing import BinaryIO
 
@@ -85,28 +84,6 @@ def create_plain(path: str | os.PathLike[str], *, appends: bool = False) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def replace_plain(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data`` beside the file and rename it, so that readers see the old or the new one.
-
-    What is at ``path`` is not opened: a link there is replaced, and not followed.
-
-    Raises:
-        OSError: it cannot be written; what is at ``path`` stays.
-    """
-    target = Path(path)
-    part = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.part")
-    fd = create_plain(part)
-    try:
-        try:
-            write_all(fd, data)
-        finally:
-            os.close(fd)
-        part.replace(target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def write_all(fd: int, data: bytes) -> None:

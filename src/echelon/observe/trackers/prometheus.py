@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from echelon.observe.trackers.tracker import TrackedRun
-from echelon.process.plain_file import replace_plain
+from echelon.process.atomic_files import replace_file
 
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -93,7 +93,7 @@ class PrometheusFile:
         """Replace the file."""
         self._values.update(values, step, time.time())
         # The node exporter reads *.prom, so it does not see the file before it has this name.
-        replace_plain(self._path, self._values.text().encode())
+        replace_file(self._path, self._values.text().encode(), sync=False)
 
     def close(self) -> None:
         """Remove the file, so that nobody takes its values for those of a run."""
