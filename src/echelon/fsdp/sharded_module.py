@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -28,10 +28,11 @@ from echelon.fsdp.state_dict import (
     parameter_shards_of,
     shard_loader,
 )
-from echelon.fsdp.storage import Storage, wait_for_unshards
+from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.parameters import ParameterGuard, claim, disclaim
+from echelon.modules.sharded_tensor import local_shard
 from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.state.model_state import load_model_state, state_of_copies
 from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
@@ -61,8 +62,7 @@ class ShardedModule(Wrapper, HasShards):
         for storage in self._storages():
             claim([*storage.params, *storage.optimizer_params], self, outlives_owner=True)
         guard(module, list(self._named_storages()), self._hooks)
-        loader = shard_loader(self._storages(), module)
-        self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(shard_loader())  # type: ignore[no-untyped-call]
 
     def _take_replaced(self) -> None:
         """Copy values that users set by ``param.data = value`` into the shards."""
@@ -173,16 +173,25 @@ class ShardedModule(Wrapper, HasShards):
     def update_shards(self, flat: Tensor) -> None:
         """Write this rank's shards from one tensor, in the order of ``parameters()``, in place.
 
+        All ranks call it where they share memory and no reduction has followed the last forward:
+        then they meet before, as other ranks may still read what it writes.
+
         Raises:
-            ArgumentError: ``flat`` has another number of elements than the shards.
+            ArgumentError: ``flat`` has another number of elements than the shards, or a value that
+                they cannot hold: complex numbers, or integers that would be rounded.
+            StateError: inside a forward, a backward or ``full_parameters()``.
         """
         checks.instance("flat", flat, Tensor)
-        shards = [param.data for param in self.parameters()]
+        self._check_idle("update_shards()", "call it outside")
+        self._take_replaced()
+        shards = [local_shard(param) for param in self.parameters()]
         numels = [shard.numel() for shard in shards]
         numel = sum(numels)
         if flat.numel() != numel:
             raise ArgumentError(f"update_shards: expected {numel} elements but got {flat.numel()}")
-        wait_for_unshards(self._storages())
+        _check_values(flat, shards)
+        self._hooks.wait_for_forwards()
+        self._hooks.before_write()
         with torch.no_grad():
             for shard, value in zip(shards, flat.reshape(-1).split(numels), strict=True):
                 shard.copy_(value.view(shard.shape))
@@ -375,7 +384,7 @@ class ShardedModule(Wrapper, HasShards):
 
     def local_sharding_ratio(self) -> float:
         """The fraction of the model's parameters that this rank keeps."""
-        kept = sum(p.numel() for p in self.module.parameters())
+        kept = sum(local_shard(param).numel() for param in self.module.parameters())
         total = self.num_parameters()
         return kept / total if total else 1.0
 
@@ -398,3 +407,19 @@ class ShardedModule(Wrapper, HasShards):
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
+
+
+def _check_values(flat: Tensor, shards: Sequence[Tensor]) -> None:
+    """Refuse values that lose something in the dtypes of the shards."""
+    for dtype in {shard.dtype for shard in shards}:
+        if flat.dtype.is_complex and not dtype.is_complex:
+            raise ArgumentError(
+                f"update_shards: {flat.dtype} values have imaginary parts, which {dtype} shards "
+                "cannot hold: give flat.real"
+            )
+        is_integer = not (flat.dtype.is_floating_point or flat.dtype.is_complex)
+        if is_integer and not torch.equal(flat.to(dtype).to(flat.dtype), flat):
+            raise ArgumentError(
+                f"update_shards: {dtype} shards cannot hold all of the {flat.dtype} values: give "
+                "floating-point values"
+            )

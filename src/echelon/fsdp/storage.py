@@ -7,18 +7,30 @@ gradient or none does. The optimizer sees ``shards``, and forward sees ``unshard
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import StateError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices
 from echelon.fsdp.shard_layout import ShardLayout
 from echelon.fsdp.units import Member
-from echelon.modules.sharded_gradients import unmarked
+from echelon.modules.compiled import plain_name
+from echelon.modules.sharded_rules import use_rules
+from echelon.modules.sharded_tensor import (
+    ShardedParameter,
+    Sharding,
+    forget,
+    mark,
+    show_as_part,
+    unmarked,
+)
 from echelon.state.tensor_shard import range_like
 
 
@@ -45,6 +57,10 @@ class Storage(ABC):
         flat_shard: this rank's shards end to end, 1D; None where they are not contiguous.
         optimizer_params: what optimizers see: the parameters, or one flat parameter.
         label: the name in errors and events.
+        on_write: called before users write into shards, which other ranks may read.
+        classes: of which class each parameter is while it is unsharded.
+        shows_parts: whether sharded parameters and their gradients say that they are parts.
+        shardings: of each parameter, which part this rank has; empty without ``shows_parts``.
     """
 
     sharded = True
@@ -76,7 +92,15 @@ class Storage(ABC):
         self.flat_shard: Tensor | None = None
         self.optimizer_params = self.params
         self._flat_trains = self.requires_grad
+        self.on_write: Callable[[], None] = lambda: None
+        # A parameter may be of a subclass of nn.Parameter, which it is again while unsharded.
+        self.classes = [
+            nn.Parameter if type(param) is ShardedParameter else type(param)
+            for param in self.params
+        ]
         self._allocate()
+        self.shows_parts = self.sharded and self.group.size > 1
+        self.shardings = self._shardings() if self.shows_parts else []
 
     @abstractmethod
     def _allocate(self) -> None:
@@ -102,6 +126,62 @@ class Storage(ABC):
     @abstractmethod
     def unsharded_nbytes(self) -> int:
         """The bytes of ``unsharded`` beyond the shards; of shared memory, this rank's share."""
+
+    # What users see --------------------------------------------------------------------------
+
+    def _shardings(self) -> list[Sharding]:
+        """Which parts of which parameters this rank shows."""
+        use_rules()
+        this = weakref.ref(self)
+
+        def before_write() -> None:
+            storage = this()
+            if storage is not None:
+                storage.on_write()
+                storage.devices.wait_for_unshards()
+
+        unit = self.label.removeprefix("unit ")
+        return [
+            Sharding(
+                plain_name(member.name),
+                unit,
+                tuple(shape),
+                tuple((ranges[i].start, ranges[i].numel) for ranges in self.layout.ranges),
+                self.group,
+                by_rows=self.rows,
+                before_write=before_write,
+            )
+            for i, (member, shape) in enumerate(zip(self.members, self.layout.shapes, strict=True))
+        ]
+
+    def mark_gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of ``optimizer_params``, which say that they are parts if they are."""
+        if not self.shows_parts:
+            return list(views)
+        shardings = [self._flat_sharding()] if self.is_flat else self.shardings
+        return [
+            mark(view, sharding.fresh()) for view, sharding in zip(views, shardings, strict=True)
+        ]
+
+    def _flat_sharding(self) -> Sharding:
+        ends = list(accumulate(self.numels_by_rank, initial=0))
+        ranges = tuple(zip(ends[:-1], self.numels_by_rank, strict=True))
+        name = f"flat parameter of {self.label}"
+        return replace(
+            self.shardings[0].flattened((ends[-1],)), name=name, ranges=ranges, aliases=[]
+        )
+
+    def show_parts(self) -> None:
+        """Let the parameters, which have the memory of the shards, say that they are parts."""
+        for param, sharding in zip(self.params, self.shardings, strict=False):
+            show_as_part(param, sharding)
+
+    def show_whole(self) -> None:
+        """Let the parameters be whole ones for good; they still have the memory of the shards."""
+        for param, cls in zip(self.params, self.classes, strict=True):
+            if self.shows_parts:
+                param.__class__ = cls
+                forget(param)
 
     # Values of parameters --------------------------------------------------------------------
 
@@ -175,7 +255,11 @@ class Storage(ABC):
             param.grad = None
             param.data = self.shards[i]
             if gradient is not None:
-                param.grad = gradient.to(param, copy=True)
+                gradient = gradient.to(param, copy=True)
+                sharding = self.shardings[i] if self.shows_parts else None
+                param.grad = gradient if sharding is None else mark(gradient, sharding.fresh())
+            if self.shows_parts:
+                show_as_part(param, self.shardings[i])
 
     def take_replaced(self) -> None:
         """Copy values that users set by ``param.data = value`` into the shards.
@@ -183,17 +267,17 @@ class Storage(ABC):
         Raises StateError if a value does not have the shape of this rank's shard.
         """
         for name, param, shard in self._replaced():
-            if param.shape != shard.shape:
-                raise StateError(
-                    f"parameter {name!r} was given a value of {list(param.shape)}, and this "
-                    f"rank's shard is {list(shard.shape)}: give whole values inside `with "
-                    "model.full_parameters(writeback=True):`, which all ranks enter, or to "
-                    "load_state_dict()"
-                )
-            self.devices.wait_for_unshards()
-            with torch.no_grad():
+            with torch.no_grad(), DisableTorchFunctionSubclass():
+                if param.shape != shard.shape:
+                    raise StateError(
+                        f"parameter {name!r} was given a value of {list(param.shape)}, and this "
+                        f"rank's shard is {list(shard.shape)}: give whole values inside `with "
+                        "model.full_parameters(writeback=True):`, which all ranks enter, or to "
+                        "load_state_dict()"
+                    )
+                self.devices.wait_for_unshards()
                 shard.copy_(param.data)
-            param.data = shard
+                param.data = shard
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """The sharded parameters that have other memory than their shards: name, object, shard."""
@@ -217,15 +301,18 @@ class Storage(ABC):
         """Show optimizers one flat parameter in the place of all."""
         assert self.flat_shard is not None, "FSDP refuses options that need it before this"
         flat = nn.Parameter(self.flat_shard, requires_grad=self.requires_grad)
+        gradients = [None if p.grad is None else unmarked(p.grad) for p in self.params]
         self.optimizer_params = [flat]
-        gradients = [param.grad for param in self.params]
         if any(gradient is not None for gradient in gradients):
             flat.grad = torch.zeros_like(self.flat_shard)
             for view, gradient in zip(self.split_by_param(flat.grad), gradients, strict=True):
                 if gradient is not None:
                     view.copy_(gradient.view(-1))
+            (flat.grad,) = self.mark_gradients([flat.grad])
         for param in self.params:
             param.grad = None
+        if self.shows_parts:
+            show_as_part(flat, self._flat_sharding())
 
     def follow_flat_parameter(self) -> None:
         """Freeze or unfreeze the parameters if users have done so with the flat one that they see.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
+from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.state.sharded_state import HasShards, ModelParts, parameter_shards_in
 from echelon.state.tensor_shard import Replication, Shape, TensorShard
 
@@ -123,7 +124,10 @@ class PieceFinder:
         for param, state in values.items():
             for key, value in state.items():
                 text = f"{key} of {{name}}"
-                if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+                if is_part(value):
+                    value = local_shard(value)
+                shape = local_shard(param).shape
+                if isinstance(value, Tensor) and value.dim() and value.shape == shape:
                     pieces += self._pieces(param, value, text)
                 elif isinstance(value, Tensor | int | float) and not isinstance(value, bool):
                     number = torch.as_tensor(value, dtype=torch.float64)
@@ -138,7 +142,7 @@ class PieceFinder:
         return ranges[0].name if ranges else self._names.get(id(param), "?")
 
     def _is_whole(self, param: Tensor) -> bool:
-        return tuple(param.shape) == self._shapes.get(self._name(param))
+        return tuple(local_shard(param).shape) == self._shapes.get(self._name(param))
 
     def _pieces(self, param: Tensor, values: Tensor | None, text: str) -> Iterator[Piece]:
         ranges = self._ranges.get(id(param), ())
