@@ -65,10 +65,10 @@ class ShardedModule(Wrapper, HasShards):
         self.register_load_state_dict_pre_hook(shard_loader())  # type: ignore[no-untyped-call]
 
     def _take_replaced(self) -> None:
-        """Copy values that users set by ``param.data = value`` into the shards."""
+        """Keep values that users set by ``param.data = value``."""
         for unit in self._units:
-            for storage in () if unit.is_unsharded else unit.storages:
-                storage.take_replaced()
+            if not unit.is_unsharded:
+                unit.take_replaced()
 
     def _check_idle(self, call: str, advice: str) -> None:
         if self._hooks.busy:

@@ -261,11 +261,13 @@ class Storage(ABC):
             if self.shows_parts:
                 show_as_part(param, self.shardings[i])
 
-    def take_replaced(self) -> None:
-        """Copy values that users set by ``param.data = value`` into the shards.
+    def take_replaced(self) -> bool:
+        """Keep values that users set by ``param.data = value``; whether memory has changed.
 
-        Raises StateError if a value does not have the shape of this rank's shard.
+        They are copied into shards. A replicated parameter keeps the memory that the user gave it,
+        who may have kept the old one. Raises StateError if a value has another shape.
         """
+        has_changed = False
         for name, param, shard in self._replaced():
             with torch.no_grad(), DisableTorchFunctionSubclass():
                 if param.shape != shard.shape:
@@ -275,9 +277,15 @@ class Storage(ABC):
                         "model.full_parameters(writeback=True):`, which all ranks enter, or to "
                         "load_state_dict()"
                     )
-                self.devices.wait_for_unshards()
-                shard.copy_(param.data)
-                param.data = shard
+                if self.sharded or self.is_recast or self.is_flat:
+                    self.devices.wait_for_unshards()
+                    shard.copy_(param.data)
+                    param.data = shard
+                else:
+                    i = next(i for i, other in enumerate(self.params) if other is param)
+                    self.shards[i] = self.unsharded[i] = param.data
+                    has_changed = True
+        return has_changed
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """The sharded parameters that have other memory than their shards: name, object, shard."""

@@ -99,8 +99,7 @@ class Unit:
         self._unsharded_nbytes = 0  # as last reported
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for storage in storages for p in storage.params]
-        self._unsharded: list[Tensor] = [t for storage in storages for t in storage.unsharded]
-        self._shards: list[Tensor] = [t for storage in storages for t in storage.shards]
+        self._find_memory()
         showing = [storage for storage in storages if storage.shows_parts]
         self._parts = [param for storage in showing for param in storage.params]
         self._classes = [cls for storage in showing for cls in storage.classes]
@@ -206,6 +205,16 @@ class Unit:
             storage.reshard()
         self._enter(SHARDED)
         self._report("fsdp.release")
+
+    def _find_memory(self) -> None:
+        self._unsharded = [tensor for storage in self.storages for tensor in storage.unsharded]
+        self._shards = [tensor for storage in self.storages for tensor in storage.shards]
+
+    def take_replaced(self) -> None:
+        """Keep values that users set by ``param.data = value`` while shards are shown."""
+        have_changed = [storage.take_replaced() for storage in self.storages]
+        if True in have_changed:
+            self._find_memory()
 
     # These run several times a step for each unit, so the loops over the parameters stay in C.
 

@@ -154,10 +154,10 @@ class Sharding:
 
     def describe(self) -> str:
         """Which part of what this rank holds, for errors."""
-        start, numel = self.local
         whose = f"rank {self.group.rank} holds " if self.group is not None else ""
         if self.pieces:
-            return f"{self.name}: {whose}parts of {self.numel} elements"
+            return f"{self.name}, {whose}parts of {self.numel} elements"
+        start, numel = self.local
         elements = f"elements {start} to {start + numel - 1}" if numel else "none"
         return f"{self.name!r} of unit {self.unit!r}, {whose}{elements} of {list(self.shape)}"
 
