@@ -456,7 +456,7 @@ def target_network(job: Job) -> Any:
 
 
 @right
-def exponents_in_lists(job: Job) -> Any:
+def lists_of_gradients(job: Job) -> Any:
     job.backward()
     grads = [p.grad for p in job.params]
     torch._foreach_mul_(grads, 0.5)

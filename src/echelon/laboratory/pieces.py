@@ -126,8 +126,8 @@ class PieceFinder:
                 text = f"{key} of {{name}}"
                 if is_part(value):
                     value = local_shard(value)
-                shape = local_shard(param).shape
-                if isinstance(value, Tensor) and value.dim() and value.shape == shape:
+                local = local_shard(param).shape
+                if isinstance(value, Tensor) and value.dim() and value.shape == local:
                     pieces += self._pieces(param, value, text)
                 elif isinstance(value, Tensor | int | float) and not isinstance(value, bool):
                     number = torch.as_tensor(value, dtype=torch.float64)

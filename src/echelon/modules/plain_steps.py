@@ -8,7 +8,7 @@ hook after it: then the next forward, backward or step switches back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor
 
-_Switched = tuple[list[nn.Parameter], list[Tensor]]
+_Switched = tuple[Sequence[nn.Parameter], Sequence[Tensor]]
 
 # By optimizer whose step is under way: what is plain meanwhile.
 _plain: WeakKeyDictionary[Optimizer, _Switched] = WeakKeyDictionary()
@@ -31,7 +31,8 @@ def make_steps_plain(optimizer: Optimizer) -> None:
     It is called by a hook before the step that runs before those of the optimizer itself.
     """
     _restore(optimizer)  # a step that raised
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before: Any = optimizer._optimizer_step_pre_hooks  # ordered dicts
+    after: Any = optimizer._optimizer_step_post_hooks
     before[_KEY] = _switch
     before.move_to_end(_KEY)
     after[_KEY] = _switch_back
@@ -70,21 +71,16 @@ def _with_parts(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[]
 
 
 def _make_plain(optimizer: Optimizer) -> None:
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if type(param) is ShardedParameter
-    ]
+    every: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [param for param in every if type(param) is ShardedParameter]
     if not params:
         return
     with DisableTorchFunctionSubclass():
         gradients = [param.grad for param in params]
     parts = [gradient for gradient in gradients if type(gradient) is ShardedTensor]
-    for gradient in parts:
-        gradient.__class__ = Tensor
-    for param in params:
-        param.__class__ = nn.Parameter
+    for tensors, cls in ((parts, Tensor), (params, nn.Parameter)):
+        for tensor in tensors:
+            setattr(tensor, "__class__", cls)  # noqa: B010  (mypy knows the narrower class)
     _plain[optimizer] = params, parts
 
 

@@ -108,7 +108,7 @@ def without_gradient(compute: Callable[[], Any], operands: Any) -> Any:
     # Not the parameter itself: autograd would remember the shape of its part.
     leaf = torch.zeros((), requires_grad=True)
     with DisableTorchFunctionSubclass():
-        return _OutsideForward.apply(text, compute, leaf)
+        return _OutsideForward.apply(text, compute, leaf)  # type: ignore[no-untyped-call]
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -431,7 +431,8 @@ def _foreach_functions() -> Iterator[Callable[..., Any]]:
 
 
 _LIKES = frozenset(functions("zeros_like ones_like empty_like full_like"))
-_data, _grad = Tensor.data, Tensor.grad
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
 ARITHMETIC: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(functions(f"{_UNARY} {_BINARY}"), elementwise),
     **dict.fromkeys(functions(_write_names()), in_place),
@@ -443,7 +444,7 @@ ARITHMETIC: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(functions("clone zeros_like ones_like empty_like full_like"), copied),
     **dict.fromkeys(functions("view reshape flatten ravel view_as reshape_as"), viewed),
     **dict.fromkeys(functions("constant_ zeros_ ones_", nn.init), initialised),
-    _data.__get__: detached,  # type: ignore[attr-defined]
-    _data.__set__: set_data,  # type: ignore[attr-defined]
-    _grad.__set__: set_grad,  # type: ignore[attr-defined]
+    _data.__get__: detached,
+    _data.__set__: set_data,
+    _grad.__set__: set_grad,
 }

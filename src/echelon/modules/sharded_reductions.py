@@ -182,7 +182,7 @@ def _number(name: str, tensor: Tensor, named: Mapping[str, Any]) -> Tensor:
     if name in ("var", "std"):
         return _spread(name, sharding, part, named)
     if not sharding.numel and name in ("max", "min", "amax", "amin"):
-        return getattr(torch, name)(torch.empty(sharding.shape, dtype=part.dtype))
+        refuse(getattr(torch, name), [tensor], {}, "of no elements has no value")
     rule = _REDUCTIONS[name]
     whole = over_ranks(rule.part(part, named), sharding, rule.combine)
     if name == "mean":
@@ -242,7 +242,8 @@ def multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         products = mark((first * second).resolve_conj(), home)
         return _number("sum", products, {})
 
-    return without_gradient(compute, args)
+    product: Tensor = without_gradient(compute, args)
+    return product
 
 
 # One element ---------------------------------------------------------------------------------
