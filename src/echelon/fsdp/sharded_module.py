@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from echelon import checks
 from echelon.comm.group import Group
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import StateError
 from echelon.fsdp import unit_info
 from echelon.fsdp.build import broadcast_copies, copy_units, restore_parameters
 from echelon.fsdp.gradients import Slots
@@ -21,6 +21,7 @@ from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.shard_layout import ShardInfo
+from echelon.fsdp.shard_update import shard_update
 from echelon.fsdp.state_dict import (
     copy_parameters,
     copy_shards,
@@ -171,30 +172,20 @@ class ShardedModule(Wrapper, HasShards):
             self._hooks.unsharder.wait_for_readers("parameters are resharded")
 
     def update_shards(self, flat: Tensor) -> None:
-        """Write this rank's shards from one tensor, in the order of ``parameters()``, in place.
-
-        All ranks call it where they share memory and no reduction has followed the last forward:
-        then they meet before, as other ranks may still read what it writes.
+        """Write this rank's shards from one tensor, in the order of ``parameters()``; all call it.
 
         Raises:
-            ArgumentError: ``flat`` has another number of elements than the shards, or a value that
-                they cannot hold: complex numbers, or integers that would be rounded.
+            ArgumentError: ``flat`` has another number of elements than the shards, or complex
+                numbers or integers that they cannot hold.
             StateError: inside a forward, a backward or ``full_parameters()``.
         """
         checks.instance("flat", flat, Tensor)
         self._check_idle("update_shards()", "call it outside")
         self._take_replaced()
-        shards = [local_shard(param) for param in self.parameters()]
-        numels = [shard.numel() for shard in shards]
-        numel = sum(numels)
-        if flat.numel() != numel:
-            raise ArgumentError(f"update_shards: expected {numel} elements but got {flat.numel()}")
-        _check_values(flat, shards)
+        write = shard_update(flat, [local_shard(param) for param in self.parameters()])
         self._hooks.wait_for_forwards()
         self._hooks.before_write()
-        with torch.no_grad():
-            for shard, value in zip(shards, flat.reshape(-1).split(numels), strict=True):
-                shard.copy_(value.view(shard.shape))
+        write()
 
     # State -----------------------------------------------------------------------------------
 
@@ -407,19 +398,3 @@ class ShardedModule(Wrapper, HasShards):
 
     def _storages(self) -> list[Storage]:
         return [storage for unit in self._units for storage in unit.storages]
-
-
-def _check_values(flat: Tensor, shards: Sequence[Tensor]) -> None:
-    """Refuse values that lose something in the dtypes of the shards."""
-    for dtype in {shard.dtype for shard in shards}:
-        if flat.dtype.is_complex and not dtype.is_complex:
-            raise ArgumentError(
-                f"update_shards: {flat.dtype} values have imaginary parts, which {dtype} shards "
-                "cannot hold: give flat.real"
-            )
-        is_integer = not (flat.dtype.is_floating_point or flat.dtype.is_complex)
-        if is_integer and not torch.equal(flat.to(dtype).to(flat.dtype), flat):
-            raise ArgumentError(
-                f"update_shards: {dtype} shards cannot hold all of the {flat.dtype} values: give "
-                "floating-point values"
-            )

@@ -7,10 +7,8 @@ gradient or none does. The optimizer sees ``shards``, and forward sees ``unshard
 from __future__ import annotations
 
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -20,12 +18,10 @@ from torch._C import DisableTorchFunctionSubclass
 from echelon.errors import StateError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices
 from echelon.fsdp.shard_layout import ShardLayout
+from echelon.fsdp.storage_shardings import flat_sharding, shardings_of
 from echelon.fsdp.units import Member
-from echelon.modules.compiled import plain_name
-from echelon.modules.sharded_rules import use_rules
 from echelon.modules.sharded_tensor import (
     ShardedParameter,
-    Sharding,
     forget,
     mark,
     show_as_part,
@@ -100,7 +96,7 @@ class Storage(ABC):
         ]
         self._allocate()
         self.shows_parts = self.sharded and self.group.size > 1
-        self.shardings = self._shardings() if self.shows_parts else []
+        self.shardings = shardings_of(self) if self.shows_parts else []
 
     @abstractmethod
     def _allocate(self) -> None:
@@ -129,47 +125,14 @@ class Storage(ABC):
 
     # What users see --------------------------------------------------------------------------
 
-    def _shardings(self) -> list[Sharding]:
-        """Which parts of which parameters this rank shows."""
-        use_rules()
-        this = weakref.ref(self)
-
-        def before_write() -> None:
-            storage = this()
-            if storage is not None:
-                storage.on_write()
-                storage.devices.wait_for_unshards()
-
-        unit = self.label.removeprefix("unit ")
-        return [
-            Sharding(
-                plain_name(member.name),
-                unit,
-                tuple(shape),
-                tuple((ranges[i].start, ranges[i].numel) for ranges in self.layout.ranges),
-                self.group,
-                by_rows=self.rows,
-                before_write=before_write,
-            )
-            for i, (member, shape) in enumerate(zip(self.members, self.layout.shapes, strict=True))
-        ]
-
     def mark_gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of ``optimizer_params``, which say that they are parts if they are."""
         if not self.shows_parts:
             return list(views)
-        shardings = [self._flat_sharding()] if self.is_flat else self.shardings
+        shardings = [flat_sharding(self)] if self.is_flat else self.shardings
         return [
             mark(view, sharding.fresh()) for view, sharding in zip(views, shardings, strict=True)
         ]
-
-    def _flat_sharding(self) -> Sharding:
-        ends = list(accumulate(self.numels_by_rank, initial=0))
-        ranges = tuple(zip(ends[:-1], self.numels_by_rank, strict=True))
-        name = f"flat parameter of {self.label}"
-        return replace(
-            self.shardings[0].flattened((ends[-1],)), name=name, ranges=ranges, aliases=[]
-        )
 
     def show_parts(self) -> None:
         """Let the parameters, which have the memory of the shards, say that they are parts."""
@@ -320,7 +283,7 @@ class Storage(ABC):
         for param in self.params:
             param.grad = None
         if self.shows_parts:
-            show_as_part(flat, self._flat_sharding())
+            show_as_part(flat, flat_sharding(self))
 
     def follow_flat_parameter(self) -> None:
         """Freeze or unfreeze the parameters if users have done so with the flat one that they see.

@@ -153,7 +153,7 @@ class PieceFinder:
         elif ranges:
             yield from _split(ranges, values, text)
         elif name is not None and self._trained is None:
-            shape = tuple(param.shape)
+            shape = tuple(local_shard(param).shape)
             if shape != self._shapes[name]:
                 raise ArgumentError(
                     f"the function left {name!r} with shape {shape} instead of "
@@ -166,6 +166,7 @@ class PieceFinder:
 def _split(ranges: Sequence[TensorShard], values: Tensor | None, text: str) -> Iterator[Piece]:
     """The ranges of a parameter, which lie end to end in ``values``."""
     lengths = [shard.numel for shard in ranges]
+    values = local_shard(values) if is_part(values) else values
     flat = [None] * len(ranges) if values is None else values.reshape(-1).split(lengths)
     for shard, part in zip(ranges, flat, strict=True):
         yield Piece(text.format(name=shard.name), shard.shape, shard.start, shard.numel, part)

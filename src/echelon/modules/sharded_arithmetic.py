@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 
 from echelon.errors import StateError
@@ -26,14 +26,10 @@ from echelon.modules.sharded_tensor import (
     is_part,
     local_shard,
     mark,
-    part_aliases,
     parts_in,
     refuse,
-    remember_alias,
     same_ranks,
     sharding_of,
-    unmarked,
-    whole_shape,
 )
 
 _MAX_FRAMES = 8  # between an optimizer and this file, for modes of torch and of simulated ranks
@@ -59,7 +55,7 @@ def is_called_by(module: str) -> bool:
     return False
 
 
-def _is_called_by_optimizer() -> bool:
+def is_called_by_optimizer() -> bool:
     """Whether an optimizer has called: the state that it makes is plain, as in its steps."""
     frame = sys._getframe(2)
     for _ in range(_MAX_FRAMES):
@@ -161,7 +157,7 @@ def operand(value: Any, home: Sharding, func: Callable[..., Any]) -> Any:
     whole = torch.broadcast_shapes(shape, home.shape) if _broadcasts(shape, home.shape) else None
     if whole == home.shape:
         return home.part_of(value.detach().expand(home.shape))
-    if shape == home.local_shape and _is_called_by_optimizer():
+    if shape == home.local_shape and is_called_by_optimizer():
         return value.detach()
     if whole is not None:
         refuse(func, [_part_of(home)], {}, "broadcasts a parameter")
@@ -197,7 +193,7 @@ def _home_of(parts: Sequence[Tensor], func: Callable[..., Any], args: Any, kwarg
 # Elementwise ---------------------------------------------------------------------------------
 
 
-def _like(result: Any, home: Sharding) -> Any:
+def part_like(result: Any, home: Sharding) -> Any:
     """The result as a part of the same elements, in memory of its own."""
     if not isinstance(result, Tensor):
         return result
@@ -216,7 +212,7 @@ def elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     local = [operand(value, home, func) for value in args]
     named = {key: operand(value, home, func) for key, value in kwargs.items()}
     result = without_gradient(lambda: call_plain(func, local, named), (args, kwargs))
-    return _like(result, home)
+    return part_like(result, home)
 
 
 def target_of(out: Tensor, func: Callable[..., Any]) -> Callable[[Tensor], object]:
@@ -264,84 +260,11 @@ def foreach(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         return call_plain(func, local, named)
     results = without_gradient(lambda: call_plain(func, local, named), (args, kwargs))
     pairs = zip(results, homes, strict=True)
-    return [result if home is None else _like(result, home) for result, home in pairs]
+    return [result if home is None else part_like(result, home) for result, home in pairs]
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
-
-
-# The same elements ---------------------------------------------------------------------------
-
-
-def _without_format(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != "memory_format"}
-
-
-def _alias(result: Tensor, tensor: Tensor, sharding: Sharding) -> Tensor:
-    """The result as a part; it may have the memory of the part ``tensor``."""
-    with DisableTorchFunctionSubclass():
-        is_alias = result.data_ptr() == tensor.data_ptr()
-    if not is_alias:
-        return mark(result, sharding.fresh())
-    marked = mark(result, sharding)
-    if sharding.before_write is not None:
-        remember_alias(sharding, marked)
-    return marked
-
-
-def moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same elements in another dtype, on another device, or without a graph."""
-    kwargs = _without_format(kwargs)
-    if not is_part(args[0]):
-        return call_plain(func, args, kwargs)  # the part only says to which dtype and device
-    sharding = sharding_of(args[0])
-    result = without_gradient(lambda: call_plain(func, args, kwargs), args)
-    if result is args[0] or not isinstance(result, Tensor):
-        return result
-    return _alias(result, args[0], sharding)
-
-
-def detached(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same memory, without a graph."""
-    return _alias(call_plain(func, args, kwargs), args[0], sharding_of(args[0]))
-
-
-def copied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A copy, or a new tensor like the first argument."""
-    kwargs = _without_format(kwargs)
-    sharding = sharding_of(args[0])
-    local = [operand(value, sharding, func) for value in args]
-    if func in _LIKES:
-        result = call_plain(func, local, kwargs)
-    else:
-        result = without_gradient(lambda: call_plain(func, local, kwargs), args)
-    return result if _is_called_by_optimizer() else _like(result, sharding)
-
-
-def viewed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same elements in another shape."""
-    with DisableTorchFunction(), torch.no_grad():
-        meta = [_on_meta(value) for value in args]
-        if not is_part(args[0]):
-            meta[0] = args[0]
-        result = func(*meta, **{key: _on_meta(value) for key, value in kwargs.items()})
-    if not is_part(args[0]):
-        return result if not args[0].requires_grad else args[0].view(result.shape)
-    if result.dtype != meta[0].dtype:
-        refuse(func, args, kwargs)
-    sharding, shape = sharding_of(args[0]), tuple(result.shape)
-    if shape == sharding.shape:
-        local = without_gradient(lambda: local_shard(args[0]), args)
-        return _alias(local, args[0], sharding)
-    local = without_gradient(lambda: unmarked(args[0]).detach().reshape(-1), args)
-    return _alias(local, args[0], sharding.flattened(shape))
-
-
-def _on_meta(value: Any) -> Any:
-    if not is_part(value):
-        return value
-    return torch.empty(sharding_of(value).shape, dtype=value.dtype, device="meta")
 
 
 def initialised(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -350,43 +273,6 @@ def initialised(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     number = 1.0 if func is nn.init.ones_ else 0.0 if value is None else value
     with torch.no_grad():
         return in_place(Tensor.fill_, (args[0], number), {})
-
-
-def set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """``tensor.data = value``: the part keeps its memory, and what users kept of it gets others."""
-    target, value = args
-    home = sharding_of(target)
-    with DisableTorchFunctionSubclass():
-        is_same = value.data_ptr() == target.data_ptr() and value.shape == target.shape
-        is_other = (value.dtype, value.device) != (target.dtype, target.device)
-    if is_other:  # a conversion of the model, which the wrapper refuses
-        call_plain(func, (target, value), kwargs)
-        return
-    if is_same and value.numel():
-        return
-    if whole_shape(value) != home.shape and not _is_called_by_optimizer():
-        raise StateError(
-            f"a value of {list(whole_shape(value))} for .data of {home.describe()}: give a value "
-            "of the whole shape, of which each rank takes its part, or one computed from parameters"
-        )
-    taken = operand(value, home, func)
-    if home.before_write is not None:
-        home.before_write()
-    with torch.no_grad(), DisableTorchFunctionSubclass():
-        part_aliases(home, target)
-        target.detach().copy_(taken)
-
-
-def set_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """``parameter.grad = value``: a plain value is that of the whole parameter."""
-    target, value = args
-    if isinstance(value, Tensor):
-        home = sharding_of(target)
-        if not (is_part(value) and sharding_of(value).is_like(home)):
-            if whole_shape(value) != home.shape and value.shape != home.local_shape:
-                raise StateError(f"a gradient of {list(value.shape)} for {home.describe()}")
-            value = mark(operand(value, home, func).clone(), home.fresh())
-    call_plain(func, (target, value), kwargs)
 
 
 _UNARY = (
@@ -430,21 +316,9 @@ def _foreach_functions() -> Iterator[Callable[..., Any]]:
             yield getattr(torch, name)
 
 
-_LIKES = frozenset(functions("zeros_like ones_like empty_like full_like"))
-_data: Any = Tensor.data
-_grad: Any = Tensor.grad
 ARITHMETIC: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(functions(f"{_UNARY} {_BINARY}"), elementwise),
     **dict.fromkeys(functions(_write_names()), in_place),
     **dict.fromkeys(_foreach_functions(), foreach),
-    **dict.fromkeys(
-        functions("to float double half bfloat16 cpu cuda type type_as contiguous", Tensor), moved
-    ),
-    **dict.fromkeys(functions("detach"), detached),
-    **dict.fromkeys(functions("clone zeros_like ones_like empty_like full_like"), copied),
-    **dict.fromkeys(functions("view reshape flatten ravel view_as reshape_as"), viewed),
     **dict.fromkeys(functions("constant_ zeros_ ones_", nn.init), initialised),
-    _data.__get__: detached,
-    _data.__set__: set_data,
-    _grad.__set__: set_grad,
 }

@@ -259,7 +259,7 @@ def element(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 def non_finite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``GradScaler``'s check: all ranks find what one finds. All ranks call it."""
-    gradients, found = args[0], args[1]
+    gradients, flag = args[0], args[1]
     result = call_plain(func, args, kwargs)
     groups = {}
     for part in parts_in(gradients):
@@ -267,7 +267,7 @@ def non_finite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         if group is not None:
             groups[group.ranks] = sharding_of(part)
     for sharding in groups.values():
-        found.copy_(over_ranks(unmarked(found), sharding, torch.max))
+        flag.copy_(over_ranks(unmarked(flag), sharding, torch.max))
     return result
 
 

@@ -26,6 +26,7 @@ from echelon.modules.sharded_tensor import (
     local_shard,
     sharding_of,
 )
+from echelon.modules.sharded_views import VIEWS
 
 
 def _shape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -105,6 +106,7 @@ _TABLE: dict[Callable[..., Any], Rule] = {
     Tensor.__repr__: _text,
     Tensor.__format__: _formatted,
     **ARITHMETIC,
+    **VIEWS,
     **REDUCTIONS,
     **NORMS,
     **JOINS,

@@ -162,14 +162,14 @@ class Sharding:
         return f"{self.name!r} of unit {self.unit!r}, {whose}{elements} of {list(self.shape)}"
 
 
-def same_ranks(one: Group | None, other: Group | None) -> bool:
+def same_ranks(group: Group | None, other: Group | None) -> bool:
     """Whether two groups have the same ranks."""
-    if one is None or other is None:
-        return one is other
-    return one is other or one.ranks == other.ranks
+    if group is None or other is None:
+        return group is other
+    return group is other or group.ranks == other.ranks
 
 
-class _Part:
+class _SaysItIsAPart:
     """What the two classes have in common."""
 
     __slots__ = ()
@@ -196,7 +196,7 @@ class _Part:
         )
 
 
-class ShardedTensor(_Part, Tensor):
+class ShardedTensor(_SaysItIsAPart, Tensor):
     """A tensor of which this rank holds a part: a gradient, or what was computed from parts."""
 
     _sharding: Sharding
@@ -205,7 +205,7 @@ class ShardedTensor(_Part, Tensor):
         return cast(Tensor, memo.setdefault(id(self), self.detach().clone()))
 
 
-class ShardedParameter(_Part, nn.Parameter):
+class ShardedParameter(_SaysItIsAPart, nn.Parameter):
     """A parameter while it is shown as this rank's part of it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -250,7 +250,7 @@ def whole_shape(tensor: Tensor) -> Shape:
 
 def is_part(tensor: object) -> bool:
     """Whether ``tensor`` says that it is a part."""
-    return isinstance(tensor, _Part)
+    return isinstance(tensor, _SaysItIsAPart)
 
 
 def mark(tensor: Tensor, sharding: Sharding) -> ShardedTensor:
