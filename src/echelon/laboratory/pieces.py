@@ -166,7 +166,8 @@ class PieceFinder:
 def _split(ranges: Sequence[TensorShard], values: Tensor | None, text: str) -> Iterator[Piece]:
     """The ranges of a parameter, which lie end to end in ``values``."""
     lengths = [shard.numel for shard in ranges]
-    values = local_shard(values) if is_part(values) else values
+    if values is not None and is_part(values):
+        values = local_shard(values)
     flat = [None] * len(ranges) if values is None else values.reshape(-1).split(lengths)
     for shard, part in zip(ranges, flat, strict=True):
         yield Piece(text.format(name=shard.name), shard.shape, shard.start, shard.numel, part)
