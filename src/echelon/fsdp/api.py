@@ -100,7 +100,7 @@ class FSDP(ShardedModule):
         ...     torch.manual_seed(0)
         ...     model = FSDP(nn.Linear(4, 2), world.group, min_num_params=0)
         ...     model(torch.full((1, 4), float(world.rank))).sum().backward()
-        ...     return model.weight.grad.tolist()
+        ...     return local_shard(model.weight.grad).tolist()
         >>> from echelon.launch.run import run
         >>> run(main, ranks=2)
         [[0.5, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
