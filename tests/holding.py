@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.checkpoint.items import group_of
 from echelon.comm.group import Group
+from echelon.modules.sharded_tensor import local_shard
 from echelon.state.sharded_state import ModelParts, ShardedState
 from echelon.state.tensor_shard import Replication, TensorShard
 
@@ -104,11 +105,11 @@ def check_params(holdings: ShardedState) -> None:
     for param, own in holdings.params.items():
         assert known.issuperset(map(id, own))
         values = torch.cat([one.values.reshape(-1) for one in own])
-        assert torch.equal(values, param.detach().reshape(-1))
+        assert torch.equal(values, local_shard(param).reshape(-1))
         for one in own:
             if one.numel:
                 memory = one.values.untyped_storage().data_ptr()
-                assert memory == param.untyped_storage().data_ptr()
+                assert memory == local_shard(param).untyped_storage().data_ptr()
 
 
 def check_optimizer(holdings: ShardedState, optimizer: torch.optim.Optimizer) -> None:

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from echelon.laboratory.step_through import SteppedRun, step_through
     from echelon.laboratory.stepped_call import SteppedCall
     from echelon.launch.run import init, run
+    from echelon.modules.sharded_tensor import local_shard
     from echelon.pipeline.api import Pipeline
     from echelon.planner.api import plan
     from echelon.planner.ranked_plans import Plans
@@ -165,6 +166,7 @@ __all__ = [
     "gather_samples",
     "init",
     "load",
+    "local_shard",
     "observe",
     "parallelize",
     "pipeline",
@@ -195,6 +197,7 @@ _HOMES = {
     "async_save": "echelon.checkpoint.api",
     "load": "echelon.checkpoint.api",
     "prepare_run": "echelon.checkpoint.api",
+    "local_shard": "echelon.modules.sharded_tensor",
     "save": "echelon.checkpoint.api",
     "steps": "echelon.checkpoint.api",
     "DDP": "echelon.ddp",

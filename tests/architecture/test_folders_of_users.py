@@ -14,7 +14,7 @@ from tests.architecture.sources import Modules, package_of, read_modules
 # By module, why it may: what it renames or removes has names that only it gives.
 MAY_REMOVE = {
     "process.atomic_files": "does it for all others",
-    "process.plain_file": "a file of another kind than it has opened to write",
+    "process.plain_file": "the file of an earlier run that the user has named for a new one",
     "checkpoint.files": "steps of a run, and what saves have left, under the lock of the run",
     "launch.rank_output": "folders that it has made among the temporary files",
     "process.fork_server": "the socket of a server, in a folder of its own",

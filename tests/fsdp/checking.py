@@ -35,7 +35,7 @@ def whole_grads(model: ec.FSDP, world: World) -> dict[str, Tensor]:
     for name, param in model.named_parameters():
         if param.grad is None:
             continue
-        parts = world.group.all_gather_object(param.grad.flatten().tolist())
+        parts = world.group.all_gather_object(ec.local_shard(param.grad).flatten().tolist())
         info = model.shard_info(name)
         if len(parts[0]) == math.prod(info[0].shape):
             parts = parts[:1]  # this one is whole, on every rank or on rank 0

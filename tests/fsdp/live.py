@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 def storages(nested: Any) -> list[torch.UntypedStorage]:
     found = (one for one in tree_leaves(nested) if isinstance(one, Tensor) and not one.is_meta)
-    return [one.untyped_storage() for one in found]
+    with torch._C.DisableTorchFunctionSubclass():
+        return [one.untyped_storage() for one in found]
 
 
 class Live(TorchDispatchMode):

@@ -37,7 +37,11 @@ def line(world: World, dtype: torch.dtype, **options: Any) -> ec.FSDP:
 
 
 def whole_values(world: World, model: ec.FSDP) -> list[float]:
-    return [v for part in world.group.all_gather_object(model.weight.tolist()) for v in part]
+    return [
+        v
+        for part in world.group.all_gather_object(ec.local_shard(model.weight).tolist())
+        for v in part
+    ]
 
 
 # --- master --------------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ def the_seeds_numbers(world: ec.World) -> None:
     node, place = mesh.coordinates["replicate"], mesh.coordinates["shard"]
     for strategy in HYBRID:
         model = wrap(Weights([10.0, 20.0, 30.0, 40.0]), mesh, strategy=strategy)
-        assert model.w.tolist() == [[10.0, 20.0], [30.0, 40.0]][place]
+        assert ec.local_shard(model.w).tolist() == [[10.0, 20.0], [30.0, 40.0]][place]
         x = [[2.0, 4.0, 6.0, 8.0], [10.0, 20.0, 30.0, 40.0]][node]
         model(torch.tensor(x)).sum().backward()
-        assert model.w.grad.tolist() == [[6.0, 12.0], [18.0, 24.0]][place]
+        assert ec.local_shard(model.w.grad).tolist() == [[6.0, 12.0], [18.0, 24.0]][place]
         info = [(one.start, one.size) for one in model.shard_info("w")]
         assert info == [(0, 2), (2, 2)]
         assert model.local_sharding_ratio() == 0.5
@@ -98,8 +98,8 @@ def unused_in_one_group(world: ec.World) -> None:
     model.forward = lambda x: model[0](x) + (model[1](2 * x) if node else 0)
     wrapped = wrap(model, mesh, layout="rows")
     wrapped(torch.arange(4.0)).sum().backward()
-    assert model[0].w.grad.tolist() == [[0.0, 1.0], [2.0, 3.0]][place]
-    assert model[1].w.grad.tolist() == [[0.0, 1.0], [2.0, 3.0]][place]  # half of 2x
+    assert ec.local_shard(model[0].w.grad).tolist() == [[0.0, 1.0], [2.0, 3.0]][place]
+    assert ec.local_shard(model[1].w.grad).tolist() == [[0.0, 1.0], [2.0, 3.0]][place]  # half of 2x
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -126,9 +126,9 @@ def counts(world: World) -> list[tuple[int, int]]:
             stats = model.memory_stats()
             others = stats.slots + sum(buffer.nbytes for buffer in model.buffers())
             left = memories.device_nbytes() - others
-        numel = sum(param.numel() for param in model.parameters())
+        numel = sum(ec.local_shard(param).numel() for param in model.parameters())
         staged = 2 * numel if precision is LOW else 0
-        num_trained = sum(param.numel() for param in trainable(model))
+        num_trained = sum(ec.local_shard(param).numel() for param in trainable(model))
         assert stats.offloaded == 4 * numel + 4 * num_trained + staged
         assert stats.shards == left
         assert stats.gradients == stats.gathered == 0
@@ -178,7 +178,7 @@ def handles_masters(world: World) -> None:
                 for param in model.parameters():
                     param.data.fill_(0.5)
             assert all(bool((value == 0.5).all()) for value in model.state_dict().values())
-            numel = sum(param.numel() for param in model.parameters())
+            numel = sum(ec.local_shard(param).numel() for param in model.parameters())
             model.update_shards(torch.full((numel,), 2.0))
             assert all(bool((value == 2).all()) for value in model.state_dict().values())
             model.load_state_dict(saved)

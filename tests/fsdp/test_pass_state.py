@@ -68,7 +68,7 @@ def run_twice(world: World, forwards: int, backwards: int) -> list[dict[str, lis
                 loss.backward(retain_graph=True)
             grads = {}
             for name, param in model.named_parameters():
-                parts = world.group.all_gather_object(param.grad.tolist())
+                parts = world.group.all_gather_object(ec.local_shard(param.grad).tolist())
                 grads[name] = [value for part in parts for value in part]
             found.append(grads)
     return found

@@ -62,14 +62,13 @@ def uses_released_parameters(world: World) -> None:
     for way, words in (
         (
             "function",
-            r"parameter 'tokens\.weight' was used at test_refusals\.py:\d+ while its unit",
+            r"linear\(\) needs the whole tensor.*'tokens\.weight' of unit 'tokens'",
         ),
-        ("variable", r"'bodies\.0\.weight' .* \[\d+\] of \[4, 4\]: .*full_parameters\(\)"),
+        ("variable", r"'bodies\.0\.weight' .* of \[4, 4\]\. .*full_parameters\(\)"),
     ):
         model.module.way = way
-        with pytest.raises(StateError, match=words) as caught:
+        with pytest.raises(StateError, match=words):
             model(x)
-        assert isinstance(caught.value.__cause__, RuntimeError)
     model.module.way = "own mistake"
     with pytest.raises(RuntimeError, match=r"size mismatch|shapes cannot|inconsistent") as own:
         model(x)

@@ -33,33 +33,34 @@ def halves(world: World) -> None:
     rank = world.rank
     # At rest each rank has its half, as a parameter that needs a gradient.
     model = shard(Weights([10.0, 20.0, 30.0, 40.0]), world)
-    assert model.w.tolist() == [[10.0, 20.0], [30.0, 40.0]][rank]
+    assert ec.local_shard(model.w).tolist() == [[10.0, 20.0], [30.0, 40.0]][rank]
     assert model.w.requires_grad
     # A real backward: x is the gradient of w.
     model(torch.tensor([10.0, 20.0, 30.0, 40.0])).sum().backward()
-    assert model.w.grad.tolist() == [[10.0, 20.0], [30.0, 40.0]][rank]
+    assert ec.local_shard(model.w.grad).tolist() == [[10.0, 20.0], [30.0, 40.0]][rank]
     model.zero_grad()
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 6.0]][rank])
     model(x).sum().backward()
-    assert model.w.grad.tolist() == [[2.0, 3.0], [4.0, 5.0]][rank]
+    assert ec.local_shard(model.w.grad).tolist() == [[2.0, 3.0], [4.0, 5.0]][rank]
     # Forward is right and leaves parts behind.
     model = shard(Weights([1.0, 2.0, 3.0, 4.0], total=True), world)
     assert model(torch.tensor([2.0])).tolist() == [20.0]
-    assert model.w.numel() == 2
+    assert ec.local_shard(model.w).numel() == 2
+    assert model.w.numel() == 4
     # Five elements on two ranks.
     model = shard(Weights([1.0, 2.0, 3.0, 4.0, 5.0]), world)
-    assert model.w.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0]][rank]
+    assert ec.local_shard(model.w).tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0]][rank]
     # Means of rows: rank r holds row r.
     linear = nn.Linear(2, 2, bias=False)
     model = shard(linear, world, layout="rows")
     model(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]][rank])).sum().backward()
-    assert model.weight.grad.tolist() == [[0.5, 0.5]]
+    assert ec.local_shard(model.weight.grad).tolist() == [[0.5, 0.5]]
     # Used on one rank only: half of its gradient; used nowhere: none.
     # Where memory is not shared, all ranks take part in a gather, so the unit is the whole model.
     rule = ec.units.by_type(Weights) if world.group.shares_memory else ec.units.whole()
     model = shard(Sometimes(), world, units=rule, layout="rows")
     model(torch.ones(1), used=rank == 0).sum().backward()
-    assert model.sometimes.w.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]][rank]
+    assert ec.local_shard(model.sometimes.w.grad).tolist() == [[1.0, 1.0], [1.0, 1.0]][rank]
     assert model.never.w.grad is None
     assert model.frozen.grad is None
 
@@ -82,7 +83,7 @@ def unequal_rows(world: World) -> None:
         plain = nn.Linear(3, sum(num_rows))
         torch.manual_seed(0)
         model = shard(nn.Linear(3, sum(num_rows)), world, layout=layout)
-        assert tuple(model.weight.shape) == (num_rows[world.rank], 3)
+        assert tuple(ec.local_shard(model.weight).shape) == (num_rows[world.rank], 3)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         reference = torch.optim.Adam(plain.parameters(), lr=0.1)
         for step in range(3):
@@ -90,7 +91,7 @@ def unequal_rows(world: World) -> None:
             loss = model(x[world.rank]).square().mean()
             loss.backward()
             if not num_rows[world.rank]:
-                assert tuple(model.weight.grad.shape) == (0, 3)
+                assert tuple(ec.local_shard(model.weight.grad).shape) == (0, 3)
             optimizer.step()
             optimizer.zero_grad()
             plain(x.flatten(0, 1)).square().mean().backward()
@@ -123,7 +124,7 @@ def counts(world: World) -> None:
     model = ec.FSDP(linear, world.group, ignored=[linear.bias])
     assert model.num_parameters() == 8256
     assert model.local_sharding_ratio() == (8192 // world.size + 64) / 8256  # 0.5039 on two
-    assert sum(p.numel() for p in model.parameters()) == 8192 // world.size + 64
+    assert sum(ec.local_shard(p).numel() for p in model.parameters()) == 8192 // world.size + 64
     if world.size == 1:
         assert model.local_sharding_ratio() == 1.0
         assert ec.FSDP(nn.Linear(100, 50), world.group).local_sharding_ratio() == 1.0
@@ -169,7 +170,7 @@ def updates(world: World) -> None:
     model.update_shards(torch.tensor([10.0, 20.0, 30.0, 40.0][: 4 // world.size]))
     assert model.w is param
     assert model.w.data_ptr() == place
-    assert model.w.tolist() == [10.0, 20.0, 30.0, 40.0][: 4 // world.size]
+    assert ec.local_shard(model.w).tolist() == [10.0, 20.0, 30.0, 40.0][: 4 // world.size]
     with pytest.raises(ArgumentError, match=f"expected {4 // world.size} elements but got 3"):
         model.update_shards(torch.ones(3))
     with pytest.raises(StateError, match="were forward and backward called"):

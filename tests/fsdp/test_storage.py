@@ -51,7 +51,7 @@ def looks_flat(world: World) -> None:
     assert [id(p) for p in model.parameters()] == [id(p) for p in named.values()]
     assert next(model.named_parameters("a"))[0] == "a.flat_0"
     assert model.num_parameters() == sum(p.numel() for p in build().parameters())
-    total = sum(p.numel() for p in named.values())
+    total = sum(ec.local_shard(p).numel() for p in named.values())
     assert model.local_sharding_ratio() == total / model.num_parameters()
     model.zero_grad()
     assert all(param.grad is None for param in named.values())
@@ -158,7 +158,7 @@ def starts_from_meta(world: World) -> None:
         plain = nn.Sequential(Leaf(3, 5), Leaf(5, 2))
     model = shard(world, plain, units=ec.units.by_type(Leaf), **FLAT)
     assert [name for name, _ in model.named_parameters()] == ["0.flat_0", "1.flat_0"]
-    assert {x for p in model.parameters() for x in p.tolist()} <= {0.5, 0.25}
+    assert {x for p in model.parameters() for x in ec.local_shard(p).tolist()} <= {0.5, 0.25}
 
 
 # --- optimizers ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import echelon as ec
 from echelon import Offload
 from echelon.comm.call_arguments import Arguments
 from echelon.fsdp import local_shard
@@ -37,7 +38,7 @@ class Memories(TorchDispatchMode):
         self._device: dict[int, StorageWeakRef] = {}  # what was made inside
 
     def is_host(self, tensor: Tensor) -> bool:
-        one = self._host.get(tensor.untyped_storage()._cdata)
+        one = self._host.get(ec.local_shard(tensor).untyped_storage()._cdata)
         return one is not None and not one.expired()
 
     def put(self, tensor: Tensor, *, on_host: bool) -> None:
@@ -54,6 +55,10 @@ class Memories(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         where = [self.is_host(one) for one in given if one.dim()]
         mixed = {self.is_host(one) for one in given if one.numel() > 1}

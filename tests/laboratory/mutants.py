@@ -196,7 +196,14 @@ def clipped_by_shards(
     for x, y in batches:
         mse_loss(wrapped(my_rows(world, x)), my_rows(world, y)).backward()
         grads = [param.grad for param in wrapped.parameters() if param.grad is not None]
-        norm = sum(value * value for grad in grads for value in grad.reshape(-1).tolist()) ** 0.5
+        norm = (
+            sum(
+                value * value
+                for grad in grads
+                for value in ec.local_shard(grad).reshape(-1).tolist()
+            )
+            ** 0.5
+        )
         for grad in grads:
             grad.mul_(min(1.0, 0.05 / (norm + 1e-6)))
         stepper.step()

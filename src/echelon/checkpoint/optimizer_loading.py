@@ -16,6 +16,7 @@ from echelon.checkpoint.optimizers import TensorFacts, number_of, ranges_of, ren
 from echelon.checkpoint.sections import Json
 from echelon.checkpoint.tensors import is_ordinary
 from echelon.errors import CheckpointError
+from echelon.modules.sharded_tensor import local_shard
 from echelon.state.optimizer_state import (
     group_options,
     install_states,
@@ -175,7 +176,7 @@ class OptimizerLoader:
         live = self._optimizer.state.get(param, {}).get(key)
         is_live = (
             isinstance(live, Tensor)
-            and (live.shape, live.dtype) == (param.shape, tensor.dtype)
+            and (live.shape, live.dtype) == (local_shard(param).shape, tensor.dtype)
             and is_ordinary(live)
         )
         if is_live:
@@ -186,7 +187,7 @@ class OptimizerLoader:
             self._plan.count_new_memory(
                 sum(shard.numel for shard in members) * tensor.dtype.itemsize
             )
-            values = torch.empty_like(param, dtype=tensor.dtype).detach()
+            values = torch.empty_like(local_shard(param), dtype=tensor.dtype)
         items = self._plan.in_place if is_live else self._plan.new
         parts = [values]
         if len(members) > 1:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon import checks
 from echelon.checks import Reduction
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import InitialValues, build_units
-from echelon.fsdp.guards import explain_sharded_use
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import (
     BackwardPrefetch,
@@ -33,7 +33,7 @@ from echelon.modules.model_agreement import Init, check_agreement, check_model, 
 from echelon.modules.nested import cast_floats, tensors
 from echelon.modules.norms import check_order, norm_over_shards
 from echelon.modules.parameters import check_not_wrapped, ignored_parameters
-from echelon.modules.sharded_gradients import unmarked
+from echelon.modules.sharded_tensor import local_shard
 from echelon.page import html_of
 
 
@@ -100,7 +100,7 @@ class FSDP(ShardedModule):
         ...     torch.manual_seed(0)
         ...     model = FSDP(nn.Linear(4, 2), world.group, min_num_params=0)
         ...     model(torch.full((1, 4), float(world.rank))).sum().backward()
-        ...     return model.weight.grad.tolist()
+        ...     return local_shard(model.weight.grad).tolist()
         >>> from echelon.launch.run import run
         >>> run(main, ranks=2)
         [[0.5, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
@@ -182,19 +182,11 @@ class FSDP(ShardedModule):
             if not self._options.use_orig_params:
                 for storage in self._storages():
                     storage.follow_flat_parameter()
-            self._parameter_guard.check()
+            with DisableTorchFunctionSubclass():
+                self._parameter_guard.check()
             if not is_nested:
                 self._take_replaced()
-        return self._hooks.forward(self._call_module, args, kwargs)
-
-    def _call_module(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.module(*args, **kwargs)
-        except (RuntimeError, IndexError) as error:
-            better = explain_sharded_use(error, self._units)
-            if better is None:
-                raise
-            raise better from error
+        return self._hooks.forward(self.module, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -271,11 +263,11 @@ class FSDP(ShardedModule):
         storages = self._storages()
         sharded, replicated = (
             [
-                unmarked(param.grad).detach()
+                gradient
                 for storage in storages
                 for param in storage.optimizer_params
                 if storage.sharded is is_sharded
-                if param.grad is not None and param.grad.numel()
+                if param.grad is not None and (gradient := local_shard(param.grad)).numel()
             ]
             for is_sharded in (True, False)
         )

@@ -88,6 +88,7 @@ def restore_parameters(
     hooks.unsharder.wait_for_readers("gradients were copied")
     for storage, unsharded in zip(storages, gradients, strict=True):
         storage.follow_flat_parameter()
+        storage.show_whole()
         for param, gradient in zip(storage.params, unsharded, strict=True):
             param.grad = None
             param.data = values[id(param)]

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon.comm import streams
 from echelon.fsdp.execution_order import ExecutionOrder
@@ -182,7 +183,8 @@ class GradientReducer:
             )
             if not all(used_here):
                 flags[:-1].copy_(torch.tensor(used_here))
-            flags[-1] = self._trainable.changed()
+            with DisableTorchFunctionSubclass():
+                flags[-1] = self._trainable.changed()
             if used_here:
                 self._groups.all_reduce(flags, "max", "which parameters were used")
         # A rank that used them all knows the answer: on CUDA, reading it waits for the device.

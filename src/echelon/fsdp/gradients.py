@@ -31,6 +31,7 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, is_cpu
@@ -38,7 +39,7 @@ from echelon.comm.work import Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import Storage, view_as_rows
-from echelon.modules.sharded_gradients import GradientScope, mark
+from echelon.modules.sharded_tensor import ShardedTensor
 
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
@@ -150,10 +151,7 @@ class GradientShard:
         if self._flat is None:
             storage = self.storage
             self._flat = storage.devices.empty_shard(storage.shard_numel, self.grad_dtype).zero_()
-            self.views = self._views_of(self._flat)
-            if storage.sharded and storage.group.size > 1:
-                scope = GradientScope(storage.group, storage.rows)
-                self.views = [mark(view, scope) for view in self.views]
+            self.views = storage.mark_gradients(self._views_of(self._flat))
         return self._flat
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
@@ -198,6 +196,10 @@ class GradientShard:
         They stay in ``views``, to be added to. Returns which of ``storage.optimizer_params`` had
         one, or None if no parameter had.
         """
+        with DisableTorchFunctionSubclass():
+            return self._set_aside()
+
+    def _set_aside(self) -> list[bool] | None:
         params = self.storage.optimizer_params
         has_gradient = [param.grad is not None for param in params]
         if not any(has_gradient):
@@ -217,10 +219,17 @@ class GradientShard:
     def put_back(self, reduced_before: Sequence[bool] | None) -> None:
         """Undo ``set_aside``, which returned ``reduced_before``; parameters are sharded again."""
         if reduced_before is not None:
-            for param, view, is_reduced in zip(
-                self.storage.optimizer_params, self.views, reduced_before, strict=True
+            self.show(reduced_before)
+
+    def show(self, has_gradient: Sequence[bool]) -> None:
+        """Set ``.grad`` of those of ``storage.optimizer_params`` that have a gradient."""
+        cls = ShardedTensor if self.storage.shows_parts else Tensor
+        with DisableTorchFunctionSubclass():
+            for param, view, has in zip(
+                self.storage.optimizer_params, self.views, has_gradient, strict=True
             ):
-                if is_reduced:
+                if has:
+                    view.__class__ = cls  # a step that has raised leaves plain ones
                     param.grad = view
 
     def accumulate(self, reduced: Tensor, *, add: bool) -> None:
@@ -380,8 +389,5 @@ class Reduction:
         is_new = [any(used)] if storage.is_flat else used
         self.has_new_gradient = is_new
         reduced_before = self._reduced_before or [False] * len(is_new)
-        for param, view, new, before in zip(
-            storage.optimizer_params, self.shard.views, is_new, reduced_before, strict=True
-        ):
-            if new or before:
-                param.grad = view
+        pairs = zip(is_new, reduced_before, strict=True)
+        self.shard.show([new or before for new, before in pairs])

@@ -8,24 +8,20 @@ the parameter, or waits.
 
 from __future__ import annotations
 
-import linecache
-import re
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from echelon.errors import EchelonError, StateError
+from echelon.errors import StateError
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.state_dict import Home, homes_of
-from echelon.fsdp.storage import Storage, wait_for_unshards
-from echelon.fsdp.unit import Unit
+from echelon.fsdp.storage import Storage
 from echelon.modules.elementwise import Lacks, allow_other_steps, refuse_other_steps
 from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
+from echelon.modules.sharded_tensor import is_part, sharding_of
 from echelon.modules.wrapper import no_assign
 
 
@@ -64,13 +60,13 @@ class ModuleGuard:
 
     def before_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Refuse the state of a module while a parameter is sharded, unless with ``keep_vars``."""
-        for local, (storage, i) in self._homes.items():
-            param, shape = module._parameters.get(local), storage.layout.shapes[i]
-            if not keep_vars and param is not None and tuple(param.shape) != shape:
-                name = storage.members[i].name
+        for local in self._homes:
+            param = module._parameters.get(local)
+            if not keep_vars and param is not None and is_part(param):
+                sharding = sharding_of(param)
                 raise StateError(
-                    f"state_dict() of a module inside of FSDP, where {name!r} is this rank's "
-                    f"shard, {list(param.shape)} of {list(shape)}: nobody could load it. Take "
+                    f"state_dict() of a module inside of FSDP, where {sharding.describe()}: nobody "
+                    "could load this rank's part. Take "
                     "model.state_dict() of the FSDP itself on all ranks and save that, such as "
                     "with save_pretrained(folder, state_dict=...), or call ec.save; or do it "
                     "inside `with model.full_parameters():`, which all ranks enter"
@@ -79,17 +75,9 @@ class ModuleGuard:
     def before_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: object
     ) -> None:
-        """Replace the unsharded values that fit by this rank's shards of them."""
+        """Refuse to replace shards by other tensors; a shard takes its part of a whole value."""
         if metadata.get("assign_to_params_buffers"):
             raise no_assign("FSDP shards")
-        wait_for_unshards({home.storage for home in self._homes.values()})
-        for local, (storage, i) in self._homes.items():
-            param, shape = module._parameters.get(local), storage.layout.shapes[i]
-            value = state.get(prefix + local)
-            if param is None or not isinstance(value, Tensor) or tuple(value.shape) != shape:
-                continue  # torch names it
-            if tuple(param.shape) != shape:
-                state[prefix + local] = storage.local_shard_of(i, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise self._not_by_itself("copied")
@@ -161,64 +149,6 @@ def _guard_of(hook: Any) -> ModuleGuard | None:
     return owner if isinstance(owner, ModuleGuard) else None
 
 
-# Forwards that failed ------------------------------------------------------------------------
-
-
-class _Sharded(NamedTuple):
-    """A parameter that is this rank's shard now."""
-
-    name: str
-    param: nn.Parameter
-    unit: str
-    shape: tuple[int, ...]
-
-
-def explain_sharded_use(error: BaseException, units: Sequence[Unit]) -> StateError | None:
-    """The error to raise instead of ``error`` if a sharded parameter caused it; otherwise None.
-
-    A sharded parameter has another shape, so torch complains about shapes and names nothing. Only
-    after a failure are the lines that ran searched for such a parameter; uses are not monitored.
-    """
-    if isinstance(error, EchelonError) or not isinstance(error, RuntimeError | IndexError):
-        return None
-    frames = list(traceback.walk_tb(error.__traceback__))
-    # The modules that ran were unsharded; the error has passed the hooks that reshard them.
-    ran = {id(frame.f_locals.get("self")) for frame, _ in frames}
-    sharded = [
-        _Sharded(member.name, member.param, unit.label, shape)
-        for unit in units
-        if not unit.is_unsharded and id(unit.module) not in ran
-        for storage in unit.storages
-        if storage.sharded
-        for member, shape in zip(storage.members, storage.layout.shapes, strict=True)
-    ]
-    for frame, line in reversed(frames):
-        used = next(_used(frame, line, sharded), None)
-        if used is not None:
-            file = frame.f_code.co_filename.rpartition("/")[2]
-            return StateError(
-                f"parameter {used.name!r} was used at {file}:{line} while its unit "
-                f"{used.unit!r} was sharded, so it was this rank's shard, "
-                f"{list(used.param.shape)} of {list(used.shape)}: use it inside of the forward "
-                "of its unit, make no unit of that module (then it belongs to the one around it), "
-                "or call what uses it inside `with model.full_parameters():`, on all ranks"
-            )
-    return None
-
-
-def _used(frame: FrameType, line: int, sharded: Sequence[_Sharded]) -> Iterator[_Sharded]:
-    """The sharded parameters that a line of code works with."""
-    values = {id(value) for value in frame.f_locals.values()}
-    yield from (parameter for parameter in sharded if id(parameter.param) in values)
-    source = linecache.getline(frame.f_code.co_filename, line)
-    names = set(re.findall(r"[\w.]+", re.sub(r"\[(\d+)\]", r".\1", source)))
-    for parameter in sharded:
-        owner, _, local = parameter.name.rpartition(".")
-        tail = f"{owner.rpartition('.')[2]}.{local}".lstrip(".")
-        if any(f".{name}.".find(f".{tail}.") >= 0 for name in names):
-            yield parameter
-
-
 # Steps of optimizers -------------------------------------------------------------------------
 
 
@@ -235,6 +165,10 @@ class WaitForForwards(StepCheck):
         self._hooks = weakref.ref(hooks)
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when shards may be written."""
         hooks = self._hooks()
         if hooks is not None:
             hooks.wait_for_forwards()
@@ -272,7 +206,9 @@ def _guard_steps(storages: Iterable[tuple[str, Storage]], hooks: Hooks) -> None:
             what = "FSDP shows them parameters of one dim, unless with layout='rows'"
             refuse_other_steps(params, what, Lacks.SHAPES)
         if storage.sharded:
-            add_step_check(params, WaitForForwards(hooks))
+            waits = WaitForForwards(hooks)
+            add_step_check(params, waits)
+            storage.on_write = waits.wait
 
 
 def _unguard_steps(storages: Iterable[Storage]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from echelon import checks
 from echelon.comm.group import Group
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import StateError
 from echelon.fsdp import unit_info
 from echelon.fsdp.build import broadcast_copies, copy_units, restore_parameters
 from echelon.fsdp.gradients import Slots
@@ -21,6 +21,7 @@ from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.shard_layout import ShardInfo
+from echelon.fsdp.shard_update import shard_update
 from echelon.fsdp.state_dict import (
     copy_parameters,
     copy_shards,
@@ -28,10 +29,11 @@ from echelon.fsdp.state_dict import (
     parameter_shards_of,
     shard_loader,
 )
-from echelon.fsdp.storage import Storage, wait_for_unshards
+from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.parameters import ParameterGuard, claim, disclaim
+from echelon.modules.sharded_tensor import local_shard
 from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.state.model_state import load_model_state, state_of_copies
 from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
@@ -61,14 +63,13 @@ class ShardedModule(Wrapper, HasShards):
         for storage in self._storages():
             claim([*storage.params, *storage.optimizer_params], self, outlives_owner=True)
         guard(module, list(self._named_storages()), self._hooks)
-        loader = shard_loader(self._storages(), module)
-        self.register_load_state_dict_pre_hook(loader)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(shard_loader())  # type: ignore[no-untyped-call]
 
     def _take_replaced(self) -> None:
-        """Copy values that users set by ``param.data = value`` into the shards."""
+        """Keep values that users set by ``param.data = value``."""
         for unit in self._units:
-            for storage in () if unit.is_unsharded else unit.storages:
-                storage.take_replaced()
+            if not unit.is_unsharded:
+                unit.take_replaced()
 
     def _check_idle(self, call: str, advice: str) -> None:
         if self._hooks.busy:
@@ -171,21 +172,20 @@ class ShardedModule(Wrapper, HasShards):
             self._hooks.unsharder.wait_for_readers("parameters are resharded")
 
     def update_shards(self, flat: Tensor) -> None:
-        """Write this rank's shards from one tensor, in the order of ``parameters()``, in place.
+        """Write this rank's shards from one tensor, in the order of ``parameters()``; all call it.
 
         Raises:
-            ArgumentError: ``flat`` has another number of elements than the shards.
+            ArgumentError: ``flat`` has another number of elements than the shards, or complex
+                numbers or integers that they cannot hold.
+            StateError: inside a forward, a backward or ``full_parameters()``.
         """
         checks.instance("flat", flat, Tensor)
-        shards = [param.data for param in self.parameters()]
-        numels = [shard.numel() for shard in shards]
-        numel = sum(numels)
-        if flat.numel() != numel:
-            raise ArgumentError(f"update_shards: expected {numel} elements but got {flat.numel()}")
-        wait_for_unshards(self._storages())
-        with torch.no_grad():
-            for shard, value in zip(shards, flat.reshape(-1).split(numels), strict=True):
-                shard.copy_(value.view(shard.shape))
+        self._check_idle("update_shards()", "call it outside")
+        self._take_replaced()
+        write = shard_update(flat, [local_shard(param) for param in self.parameters()])
+        self._hooks.wait_for_forwards()
+        self._hooks.before_write()
+        write()
 
     # State -----------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class ShardedModule(Wrapper, HasShards):
 
     def local_sharding_ratio(self) -> float:
         """The fraction of the model's parameters that this rank keeps."""
-        kept = sum(p.numel() for p in self.module.parameters())
+        kept = sum(local_shard(param).numel() for param in self.module.parameters())
         total = self.num_parameters()
         return kept / total if total else 1.0
 

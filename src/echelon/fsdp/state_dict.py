@@ -93,11 +93,11 @@ def copy_shards(storages: Sequence[Storage]) -> dict[int, Tensor]:
 # Loading -------------------------------------------------------------------------------------
 
 
-def shard_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[..., None]:
-    """A hook that puts shards into the state that a larger module loads.
+def shard_loader() -> Callable[..., None]:
+    """A hook on the state that a larger module loads.
 
-    PyTorch then copies them, and looks for the wrapped module under the name ``module``. Values
-    that do not fit are left as they are, for PyTorch to name.
+    PyTorch looks for the wrapped module under the name ``module``, and copies whole values into
+    shards, which take their parts of them.
     """
 
     def hook(
@@ -105,17 +105,8 @@ def shard_loader(storages: Sequence[Storage], module: nn.Module) -> Callable[...
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise no_assign("FSDP shards")
-        wait_for_unshards(storages)
-        homes = homes_of(storages)
-        tensors = module.state_dict(keep_vars=True)
         for key in [key for key in state if key.startswith(prefix)]:
-            value, plain = state.pop(key), plain_name(key.removeprefix(prefix))
-            home = homes.get(id(tensors.get(plain)))
-            if home is not None and isinstance(value, Tensor):
-                shape = home.storage.layout.shapes[home.i]
-                if tuple(value.shape) == shape:
-                    value = home.storage.local_shard_of(home.i, value)
-            state[f"{prefix}module.{plain}"] = value
+            state[f"{prefix}module.{plain_name(key.removeprefix(prefix))}"] = state.pop(key)
 
     return hook
 

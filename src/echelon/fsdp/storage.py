@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import StateError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices
 from echelon.fsdp.shard_layout import ShardLayout
+from echelon.fsdp.storage_shardings import flat_sharding, shardings_of
 from echelon.fsdp.units import Member
-from echelon.modules.sharded_gradients import unmarked
+from echelon.modules.sharded_tensor import (
+    ShardedParameter,
+    forget,
+    mark,
+    show_as_part,
+    unmarked,
+)
 from echelon.state.tensor_shard import range_like
 
 
@@ -45,6 +53,10 @@ class Storage(ABC):
         flat_shard: this rank's shards end to end, 1D; None where they are not contiguous.
         optimizer_params: what optimizers see: the parameters, or one flat parameter.
         label: the name in errors and events.
+        on_write: called before users write into shards, which other ranks may read.
+        classes: of which class each parameter is while it is unsharded.
+        shows_parts: whether sharded parameters and their gradients say that they are parts.
+        shardings: of each parameter, which part this rank has; empty without ``shows_parts``.
     """
 
     sharded = True
@@ -76,7 +88,15 @@ class Storage(ABC):
         self.flat_shard: Tensor | None = None
         self.optimizer_params = self.params
         self._flat_trains = self.requires_grad
+        self.on_write: Callable[[], None] = lambda: None
+        # A parameter may be of a subclass of nn.Parameter, which it is again while unsharded.
+        self.classes = [
+            nn.Parameter if type(param) is ShardedParameter else type(param)
+            for param in self.params
+        ]
         self._allocate()
+        self.shows_parts = self.sharded and self.group.size > 1
+        self.shardings = shardings_of(self) if self.shows_parts else []
 
     @abstractmethod
     def _allocate(self) -> None:
@@ -102,6 +122,29 @@ class Storage(ABC):
     @abstractmethod
     def unsharded_nbytes(self) -> int:
         """The bytes of ``unsharded`` beyond the shards; of shared memory, this rank's share."""
+
+    # What users see --------------------------------------------------------------------------
+
+    def mark_gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of ``optimizer_params``, which say that they are parts if they are."""
+        if not self.shows_parts:
+            return list(views)
+        shardings = [flat_sharding(self)] if self.is_flat else self.shardings
+        return [
+            mark(view, sharding.fresh()) for view, sharding in zip(views, shardings, strict=True)
+        ]
+
+    def show_parts(self) -> None:
+        """Let the parameters, which have the memory of the shards, say that they are parts."""
+        for param, sharding in zip(self.params, self.shardings, strict=False):
+            show_as_part(param, sharding)
+
+    def show_whole(self) -> None:
+        """Let the parameters be whole ones for good; they still have the memory of the shards."""
+        for param, cls in zip(self.params, self.classes, strict=True):
+            if self.shows_parts:
+                param.__class__ = cls
+                forget(param)
 
     # Values of parameters --------------------------------------------------------------------
 
@@ -175,25 +218,37 @@ class Storage(ABC):
             param.grad = None
             param.data = self.shards[i]
             if gradient is not None:
-                param.grad = gradient.to(param, copy=True)
+                gradient = gradient.to(param, copy=True)
+                sharding = self.shardings[i] if self.shows_parts else None
+                param.grad = gradient if sharding is None else mark(gradient, sharding.fresh())
+            if self.shows_parts:
+                show_as_part(param, self.shardings[i])
 
-    def take_replaced(self) -> None:
-        """Copy values that users set by ``param.data = value`` into the shards.
+    def take_replaced(self) -> bool:
+        """Keep values that users set by ``param.data = value``; whether memory has changed.
 
-        Raises StateError if a value does not have the shape of this rank's shard.
+        They are copied into shards. A replicated parameter keeps the memory that the user gave it,
+        who may have kept the old one. Raises StateError if a value has another shape.
         """
+        has_changed = False
         for name, param, shard in self._replaced():
-            if param.shape != shard.shape:
-                raise StateError(
-                    f"parameter {name!r} was given a value of {list(param.shape)}, and this "
-                    f"rank's shard is {list(shard.shape)}: give whole values inside `with "
-                    "model.full_parameters(writeback=True):`, which all ranks enter, or to "
-                    "load_state_dict()"
-                )
-            self.devices.wait_for_unshards()
-            with torch.no_grad():
-                shard.copy_(param.data)
-            param.data = shard
+            with torch.no_grad(), DisableTorchFunctionSubclass():
+                if param.shape != shard.shape:
+                    raise StateError(
+                        f"parameter {name!r} was given a value of {list(param.shape)}, and this "
+                        f"rank's shard is {list(shard.shape)}: give whole values inside `with "
+                        "model.full_parameters(writeback=True):`, which all ranks enter, or to "
+                        "load_state_dict()"
+                    )
+                if self.sharded or self.is_recast or self.is_flat:
+                    self.devices.wait_for_unshards()
+                    shard.copy_(param.data)
+                    param.data = shard
+                else:
+                    i = next(i for i, other in enumerate(self.params) if other is param)
+                    self.shards[i] = self.unsharded[i] = param.data
+                    has_changed = True
+        return has_changed
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """The sharded parameters that have other memory than their shards: name, object, shard."""
@@ -217,15 +272,18 @@ class Storage(ABC):
         """Show optimizers one flat parameter in the place of all."""
         assert self.flat_shard is not None, "FSDP refuses options that need it before this"
         flat = nn.Parameter(self.flat_shard, requires_grad=self.requires_grad)
+        gradients = [None if p.grad is None else unmarked(p.grad) for p in self.params]
         self.optimizer_params = [flat]
-        gradients = [param.grad for param in self.params]
         if any(gradient is not None for gradient in gradients):
             flat.grad = torch.zeros_like(self.flat_shard)
             for view, gradient in zip(self.split_by_param(flat.grad), gradients, strict=True):
                 if gradient is not None:
                     view.copy_(gradient.view(-1))
+            (flat.grad,) = self.mark_gradients([flat.grad])
         for param in self.params:
             param.grad = None
+        if self.shows_parts:
+            show_as_part(flat, flat_sharding(self))
 
     def follow_flat_parameter(self) -> None:
         """Freeze or unfreeze the parameters if users have done so with the flat one that they see.

@@ -17,6 +17,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon.comm.work import Work
 from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
@@ -233,8 +234,11 @@ def copy_storage(storage: Storage, members: Sequence[Member]) -> Storage:
         storage.label,
         rows=storage.rows,
     )
+    clone.classes = storage.classes
     with torch.no_grad():
         for param, shard, value in zip(clone.params, clone.shards, storage.shards, strict=True):
             shard.copy_(value)
-            param.data = shard
+            with DisableTorchFunctionSubclass():
+                param.data = shard
+        clone.show_parts()
     return clone

@@ -18,6 +18,7 @@ from echelon.errors import StateError
 from echelon.events import PeakBytes
 from echelon.fsdp.gradients import GradientShard
 from echelon.fsdp.storage import Storage
+from echelon.modules.sharded_tensor import ShardedParameter
 
 # By parameter: its version counter and its address, one of which changes when somebody writes into
 # it or gives it other memory.
@@ -98,8 +99,11 @@ class Unit:
         self._unsharded_nbytes = 0  # as last reported
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for storage in storages for p in storage.params]
-        self._unsharded: list[Tensor] = [t for storage in storages for t in storage.unsharded]
-        self._shards: list[Tensor] = [t for storage in storages for t in storage.shards]
+        self._find_memory()
+        showing = [storage for storage in storages if storage.shows_parts]
+        self._parts = [param for storage in showing for param in storage.params]
+        self._classes = [cls for storage in showing for cls in storage.classes]
+        deque(map(setattr, self._parts, repeat("__class__"), repeat(ShardedParameter)), maxlen=0)
         self.num_recast = sum(
             (tensor.dtype, tensor.device) != (shard.dtype, shard.device)
             for storage in trainable
@@ -150,7 +154,7 @@ class Unit:
             self._launched("fsdp.gather")
         if self.state is UNSHARDING:
             self.wait_for_unshard()
-        self._show(self._unsharded)
+        self._show_whole(self._unsharded)
         self._enter(UNSHARDED)
 
     def wait_for_unshard(self) -> None:
@@ -178,12 +182,13 @@ class Unit:
     def unshard_privately(self) -> None:
         """Show unsharded parameters that no other rank sees, until the next reshard."""
         self.unshard()
-        self._show([tensor for storage in self.storages for tensor in storage.private_copies()])
+        copies = [tensor for storage in self.storages for tensor in storage.private_copies()]
+        self._show_whole(copies)
 
     def hide(self) -> None:
         """Show this rank's shards, but keep the unsharded parameters for the next unshard."""
         if self.state is UNSHARDED and not self.always_shown:
-            self._show(self._shards)
+            self._show_shards()
             self._enter(HIDDEN)
 
     def reshard(self) -> None:
@@ -195,16 +200,35 @@ class Unit:
             return
         if self.state is UNSHARDING:
             self.wait_for_unshard()
-        self._show(self._shards)
+        self._show_shards()
         for storage in self.storages:
             storage.reshard()
         self._enter(SHARDED)
         self._report("fsdp.release")
 
-    def _show(self, values: Sequence[Tensor]) -> None:
-        # This runs several times a step for each unit, so the loop over the parameters stays in C.
+    def _find_memory(self) -> None:
+        self._unsharded = [tensor for storage in self.storages for tensor in storage.unsharded]
+        self._shards = [tensor for storage in self.storages for tensor in storage.shards]
+
+    def take_replaced(self) -> None:
+        """Keep values that users set by ``param.data = value`` while shards are shown."""
+        have_changed = [storage.take_replaced() for storage in self.storages]
+        if True in have_changed:
+            self._find_memory()
+
+    # These run several times a step for each unit, so the loops over the parameters stay in C.
+
+    def _show_whole(self, values: Sequence[Tensor]) -> None:
         with _no_modes():
+            deque(map(setattr, self._parts, repeat("__class__"), self._classes), maxlen=0)
             deque(map(setattr, self._params, repeat("data"), values), maxlen=0)
+
+    def _show_shards(self) -> None:
+        with _no_modes():
+            deque(map(setattr, self._params, repeat("data"), self._shards), maxlen=0)
+            deque(
+                map(setattr, self._parts, repeat("__class__"), repeat(ShardedParameter)), maxlen=0
+            )
 
     def _enter(self, new: UnitState) -> None:
         if new not in _NEXT[self.state]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from echelon import events
+from echelon.modules.sharded_tensor import local_shard
 
 _COMMUNICATION = {"echelon.comm.group", "echelon.comm.work"}  # where every call passes
 
@@ -63,7 +64,7 @@ class Allocations(TorchDispatchMode):
             return
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
-        storage = tensor.untyped_storage()
+        storage = local_shard(tensor).untyped_storage()
         if storage._cdata not in self._sizes:
             self._storages[storage._cdata] = weakref.ref(storage)
             weakref.finalize(storage, self._remove, storage._cdata).atexit = False

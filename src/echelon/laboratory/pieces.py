@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
+from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.state.sharded_state import HasShards, ModelParts, parameter_shards_in
 from echelon.state.tensor_shard import Replication, Shape, TensorShard
 
@@ -123,7 +124,10 @@ class PieceFinder:
         for param, state in values.items():
             for key, value in state.items():
                 text = f"{key} of {{name}}"
-                if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+                if is_part(value):
+                    value = local_shard(value)
+                local = local_shard(param).shape
+                if isinstance(value, Tensor) and value.dim() and value.shape == local:
                     pieces += self._pieces(param, value, text)
                 elif isinstance(value, Tensor | int | float) and not isinstance(value, bool):
                     number = torch.as_tensor(value, dtype=torch.float64)
@@ -138,7 +142,7 @@ class PieceFinder:
         return ranges[0].name if ranges else self._names.get(id(param), "?")
 
     def _is_whole(self, param: Tensor) -> bool:
-        return tuple(param.shape) == self._shapes.get(self._name(param))
+        return tuple(local_shard(param).shape) == self._shapes.get(self._name(param))
 
     def _pieces(self, param: Tensor, values: Tensor | None, text: str) -> Iterator[Piece]:
         ranges = self._ranges.get(id(param), ())
@@ -149,7 +153,7 @@ class PieceFinder:
         elif ranges:
             yield from _split(ranges, values, text)
         elif name is not None and self._trained is None:
-            shape = tuple(param.shape)
+            shape = tuple(local_shard(param).shape)
             if shape != self._shapes[name]:
                 raise ArgumentError(
                     f"the function left {name!r} with shape {shape} instead of "
@@ -162,6 +166,8 @@ class PieceFinder:
 def _split(ranges: Sequence[TensorShard], values: Tensor | None, text: str) -> Iterator[Piece]:
     """The ranges of a parameter, which lie end to end in ``values``."""
     lengths = [shard.numel for shard in ranges]
+    if values is not None and is_part(values):
+        values = local_shard(values)
     flat = [None] * len(ranges) if values is None else values.reshape(-1).split(lengths)
     for shard, part in zip(ranges, flat, strict=True):
         yield Piece(text.format(name=shard.name), shard.shape, shard.start, shard.numel, part)

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 from echelon.laboratory.pieces import Piece, PieceFinder
 from echelon.modules.autograd import in_backward
 from echelon.modules.nested import tensors
-from echelon.modules.sharded_gradients import unmarked
+from echelon.modules.sharded_tensor import is_part, local_shard, unmarked
 
 _MAX_OUTPUTS = 8  # tensors of an output that are recorded
 
@@ -358,4 +358,4 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    return (local_shard(tensor) if is_part(tensor) else tensor.detach()).clone()

@@ -10,7 +10,14 @@
 ``autograd``           what the engine does now, and adding to ``.grad``
 ``deferred_hooks``     hooks of users on gradients, called when these are reduced
 ``norms``              the norm of gradients of which each rank may have parts
-``sharded_gradients``  gradients that know that they are shards, so that norms are right
+``sharded_tensor``     parameters and gradients that say that they are this rank's part, and of what
+``sharded_arithmetic`` elementwise functions of parts
+``sharded_views``      copies and views of parts, and what is given to ``.data``
+``sharded_reductions`` sums, means and comparisons of parts, which are those of the whole
+``sharded_norms``      norms of parts, and of the gradients of stages
+``sharded_joins``      parts end to end, as in a vector of all parameters
+``sharded_rules``      the table of what functions of torch do with parts
 ``optimizer_hooks``    checks before each step of an optimizer
+``plain_steps``        parts are plain tensors in steps of optimizers
 ``elementwise``        optimizers that need more than what one rank has
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
+from echelon.modules.sharded_tensor import is_part, local_shard
 
 
 @final
@@ -44,7 +45,11 @@ def check_memory_of(module: nn.Module, ignored: Iterable[nn.Parameter], wrapper:
 
 def check_memory(tensors: Iterable[NamedMemory], reason: str) -> None:
     """Refuse tensors that share memory and would be parted, by an ArgumentError."""
-    pair = _first_overlap([item for item in tensors if _has_memory(item.tensor)])
+    items = [
+        item._replace(tensor=local_shard(item.tensor)) if is_part(item.tensor) else item
+        for item in tensors
+    ]
+    pair = _first_overlap([item for item in items if _has_memory(item.tensor)])
     if pair is not None:
         first, second = (item.what for item in pair)
         raise ArgumentError(

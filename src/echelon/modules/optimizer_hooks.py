@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon.modules.plain_steps import make_steps_plain
+
 
 class StepCheck(ABC):
     """A check before a step over some parameters, which may refuse the step, or wait.
@@ -70,3 +72,5 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _known[optimizer] = ids, checks
     for check in checks:
         check.before_step(optimizer)
+    if checks:
+        make_steps_plain(optimizer)

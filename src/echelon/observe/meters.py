@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from echelon import checks
 from echelon.comm import streams
 from echelon.events import Event, PeakBytes
+from echelon.modules.sharded_tensor import local_shard
 
 Look = Callable[[], Mapping[str, int]]
 
@@ -265,7 +266,7 @@ def tensor_bytes(
     seen: set[int] = set()
     nbytes = dict.fromkeys(categories, 0)
     for category, tensors in categories.items():
-        for tensor in tensors:
+        for tensor in map(local_shard, tensors):
             if tensor.numel() and tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 nbytes[category] += tensor.nbytes

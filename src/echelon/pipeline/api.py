@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.launch.run import entered
-from echelon.modules.sharded_gradients import mark_stage_gradients
+from echelon.modules.sharded_norms import mark_stage_gradients
 from echelon.page import View, html_of, view_of
 from echelon.pipeline.arguments import (
     PipelineOptions,

@@ -28,6 +28,7 @@ from echelon import checks
 from echelon.comm.agreement import first_difference
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
+from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.state.sharded_state import ParameterShards, ShardsByParam
 from echelon.state.tensor_shard import Shape, TensorShard
 
@@ -56,20 +57,26 @@ def entries_of(optimizer: Optimizer, shards: ShardsByParam) -> Iterator[StateEnt
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = [(param, optimizer.state[param]) for param in params if param in optimizer.state]
     numbers = number_keys(
-        (tuple(param.shape), key, value) for param, state in states for key, value in state.items()
+        (tuple(local_shard(param).shape), key, value)
+        for param, state in states
+        for key, value in state.items()
     )
     for param, state in states:
         ranges = shards.get(param, ())
         for key, value in state.items() if ranges else ():
+            value = local_shard(value) if is_part(value) else value
             per_element = _has_shape_of(param, ranges, value) and (
-                bool(param.dim()) or key not in numbers
+                bool(local_shard(param).dim()) or key not in numbers
             )
             yield from _split(param, ranges, key, value, per_element=per_element)
 
 
 def _has_shape_of(param: nn.Parameter, ranges: Sequence[TensorShard], value: Any) -> bool:
     """Whether a state has the shape of its parameter, or of the one range that this rank has."""
-    shapes = [param.shape, *(shard.values.shape for shard in ranges if len(ranges) == 1)]
+    shapes = [
+        local_shard(param).shape,
+        *(shard.values.shape for shard in ranges if len(ranges) == 1),
+    ]
     return isinstance(value, Tensor) and value.shape in shapes
 
 

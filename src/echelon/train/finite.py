@@ -21,7 +21,7 @@ from echelon.comm.start_facts import agree, gather_json
 from echelon.comm.torch_function import without_torch_function
 from echelon.errors import ArgumentError, NonFiniteError, StateError
 from echelon.modules.norms import by_kind
-from echelon.modules.sharded_gradients import unmarked
+from echelon.modules.sharded_tensor import unmarked
 from echelon.state.sharded_state import HasShards
 
 MOST_SKIPS = 10

@@ -24,7 +24,7 @@ from echelon.modules.norms import (
     local_norm,
     norms_over_ranks,
 )
-from echelon.modules.sharded_gradients import unmarked
+from echelon.modules.sharded_tensor import unmarked
 
 
 @runtime_checkable

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.errors import UnsupportedError
-from echelon.modules.sharded_gradients import ShardedGradient
+from echelon.errors import StateError, UnsupportedError
+from echelon.modules.sharded_tensor import ShardedTensor
 from tests import reference
 from tests.worlds import KINDS, run_world
 
@@ -106,7 +106,7 @@ def check_parts(model: ec.FSDP, world: ec.World, expected: nn.Module) -> None:
         info = model.shard_info(name)[world.rank]
         whole = expected.get_parameter(name).grad.flatten()
         part = whole[info.start : info.start + info.size]
-        torch.testing.assert_close(param.grad.flatten(), part, **CLOSE)
+        torch.testing.assert_close(ec.local_shard(param.grad).flatten(), part, **CLOSE)
 
 
 def check_all_totals(world: ec.World) -> None:
@@ -156,7 +156,7 @@ def test_a_norm_of_rows_of_a_shard_is_refused() -> None:
         grad, whole = model.get_parameter("2.weight").grad, plain(2).get_parameter("2.weight").grad
         info = model.shard_info("2.weight")[world.rank]
         of_rows = whole.norm(dim=-1)[info.start // 7 : (info.start + info.size) // 7]
-        torch.testing.assert_close(grad.norm(dim=-1), of_rows, **CLOSE)
+        torch.testing.assert_close(ec.local_shard(grad.norm(dim=-1)), of_rows, **CLOSE)
         with pytest.raises(UnsupportedError, match="dim=0"):
             torch.linalg.vector_norm(x=grad, dim=0)
 
@@ -215,17 +215,16 @@ def test_clipping_by_value_and_optimizers_work_on_shards() -> None:
     ec.run(main, 2)
 
 
-def test_a_sharded_gradient_is_copied_and_saved_as_a_plain_tensor() -> None:
+def test_a_sharded_gradient_is_copied_as_one_and_not_saved() -> None:
     def main(world: ec.World) -> None:
         grad = sharded(world, min_num_params=0).get_parameter("0.weight").grad
-        assert isinstance(grad, ShardedGradient)
-        assert type(copy.deepcopy(grad)) is Tensor
-        stream = io.BytesIO()
-        torch.save(grad, stream)
-        stream.seek(0)
-        loaded = torch.load(stream, weights_only=True)
-        assert type(loaded) is Tensor
-        assert torch.equal(loaded, grad)
+        assert isinstance(grad, ShardedTensor)
+        twin = copy.deepcopy(grad)
+        assert isinstance(twin, ShardedTensor)
+        assert torch.equal(twin, grad)
+        assert ec.local_shard(twin).data_ptr() != ec.local_shard(grad).data_ptr()
+        with pytest.raises(StateError, match=r"'0\.weight' of unit .*model\.state_dict\(\)"):
+            torch.save(grad, io.BytesIO())
 
     ec.run(main, 2)
 
@@ -247,15 +246,11 @@ def check_joined(world: ec.World) -> None:
             if how == "stack" and name == "flat parameters":
                 continue  # of which there are other ones
             joined = join(gradients)
-            if name == "small units whole" and how != "stack":
-                with pytest.raises(UnsupportedError, match=r"all of some and shards of others"):
-                    joined.norm()
-            else:
-                torch.testing.assert_close(joined.norm(), join(expected).norm(), **CLOSE)
+            torch.testing.assert_close(joined.norm(), join(expected).norm(), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_norm_of_gradients_in_one_tensor_is_that_of_whole_ones_or_refused(kind: str) -> None:
+def test_the_norm_of_gradients_in_one_tensor_is_that_of_whole_ones(kind: str) -> None:
     run_world(kind, check_joined, RANKS)
 
 

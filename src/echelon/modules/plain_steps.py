@@ -1,0 +1,92 @@
+"""Steps of optimizers, in which parameters and gradients are plain tensors of this rank's parts.
+
+An optimizer that takes each element by itself needs nothing but the parts, and torch's fused and
+foreach forms take plain tensors only. So the classes of parameters and gradients are switched after
+all other hooks before a step, and back before all other hooks after it. A step that raises runs no
+hook after it: then the next forward, backward or step switches back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.optim.optimizer import Optimizer
+
+from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor
+
+_Switched = tuple[Sequence[nn.Parameter], Sequence[Tensor]]
+
+# By optimizer whose step is under way: what is plain meanwhile.
+_plain: WeakKeyDictionary[Optimizer, _Switched] = WeakKeyDictionary()
+
+
+def make_steps_plain(optimizer: Optimizer) -> None:
+    """Let the parts in the coming step of ``optimizer`` be plain tensors.
+
+    It is called by a hook before the step that runs before those of the optimizer itself.
+    """
+    _restore(optimizer)  # a step that raised
+    before: Any = optimizer._optimizer_step_pre_hooks  # ordered dicts
+    after: Any = optimizer._optimizer_step_post_hooks
+    before[_KEY] = _switch
+    before.move_to_end(_KEY)
+    after[_KEY] = _switch_back
+    after.move_to_end(_KEY, last=False)
+
+
+_KEY = -32  # of our hooks among those of an optimizer, whose keys torch counts from 0
+
+
+def _switch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _make_plain(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    if len(args) > 1:
+        return (args[0], _with_parts(optimizer, closure), *args[2:]), kwargs
+    return args, {**kwargs, "closure": _with_parts(optimizer, closure)}
+
+
+def _switch_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _restore(optimizer)
+
+
+def _with_parts(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure of a step, which is code of the user's and sees parts."""
+
+    @wraps(closure)
+    def with_parts() -> Any:
+        _restore(optimizer)
+        try:
+            return closure()
+        finally:
+            _make_plain(optimizer)
+
+    return with_parts
+
+
+def _make_plain(optimizer: Optimizer) -> None:
+    every: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [param for param in every if type(param) is ShardedParameter]
+    if not params:
+        return
+    with DisableTorchFunctionSubclass():
+        gradients = [param.grad for param in params]
+    parts = [gradient for gradient in gradients if type(gradient) is ShardedTensor]
+    for tensors, cls in ((parts, Tensor), (params, nn.Parameter)):
+        for tensor in tensors:
+            setattr(tensor, "__class__", cls)  # noqa: B010  (mypy knows the narrower class)
+    _plain[optimizer] = params, parts
+
+
+def _restore(optimizer: Optimizer) -> None:
+    params, parts = _plain.pop(optimizer, ((), ()))
+    for param in params:
+        param.__class__ = ShardedParameter
+    for gradient in parts:
+        gradient.__class__ = ShardedTensor

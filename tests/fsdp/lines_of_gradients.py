@@ -1,0 +1,185 @@
+"""Lines of ordinary scripts about groups of parameters and about gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.fsdp.plain_job import Job, right
+
+# Groups and counts ---------------------------------------------------------------------------
+
+
+@right
+def decay_groups_by_dim(job: Job) -> Any:
+    decayed = [p for p in job.params if p.dim() >= 2]
+    others = [p for p in job.params if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+    job.train(torch.optim.AdamW(groups, lr=0.01))
+    return len(decayed), len(others)
+
+
+@right
+def learning_rate_by_fan_in(job: Job) -> Any:
+    groups = [{"params": [p], "lr": 0.1 / (p.shape[-1] if len(p.shape) else 1)} for p in job.params]
+    job.train(torch.optim.SGD(groups))
+    return [group["lr"] for group in groups]
+
+
+@right
+def matrices_and_the_rest(job: Job) -> Any:
+    matrices = [p for p in job.params if p.ndim == 2 and p.size(0) < 10]
+    rest = [p for p in job.params if not any(p is other for other in matrices)]
+    for optimizer in (job.sgd(matrices), torch.optim.AdamW(rest, lr=0.01)):
+        job.train(optimizer, 1)
+    return len(matrices)
+
+
+@right
+def counts(job: Job) -> Any:
+    sizes = {
+        name: (tuple(p.shape), p.numel(), len(p.shape)) for name, p in job.inner.named_parameters()
+    }
+    return sizes, sum(p.nbytes for p in job.params), [p.stride() for p in job.params]
+
+
+@right
+def unpacked_shape(job: Job) -> Any:
+    rows, columns = job.inner.embed.weight.shape
+    return rows, columns, len(job.inner.head.weight), torch.numel(job.inner.head.bias)
+
+
+# Gradients -----------------------------------------------------------------------------------
+
+
+@right
+def clipped_by_hand(job: Job) -> Any:
+    job.backward()
+    total = sum(p.grad.pow(2).sum() for p in job.params).sqrt()
+    for p in job.params:
+        p.grad.mul_(min(1.0, 0.01 / (total.item() + 1e-6)))
+    job.sgd().step()
+    return total
+
+
+@right
+def clipped_by_torch(job: Job) -> Any:
+    job.backward()
+    norm = nn.utils.clip_grad_norm_(job.params, 0.01, error_if_nonfinite=True)
+    job.sgd().step()
+    return norm, nn.utils.get_total_norm([p.grad for p in job.params], math.inf)
+
+
+@right
+def clipped_by_value(job: Job) -> Any:
+    job.backward()
+    nn.utils.clip_grad_value_(job.params, 0.01)
+    for p in job.params:
+        p.grad.data.clamp_(-0.005, 0.005)
+    job.sgd().step()
+
+
+@right
+def clipped_by_norm_of_each(job: Job) -> Any:
+    job.backward()
+    for p in job.params:
+        if p.grad.norm() > 0.01:
+            p.grad.mul_(0.01 / p.grad.norm())
+    job.sgd().step()
+
+
+@right
+def adaptive_clipping(job: Job) -> Any:
+    job.backward()
+    for p in job.params:
+        limit = p.detach().norm().clamp(min=1e-3) * 0.1
+        p.grad.data.copy_(p.grad * (limit / p.grad.norm().clamp(min=limit)))
+    job.sgd().step()
+
+
+@right
+def losses_balanced_by_norms(job: Job) -> Any:
+    norms = []
+    for step in range(2):
+        job.model.zero_grad()
+        job.backward(step)
+        norms.append(torch.stack([p.grad.detach().norm() for p in job.params]).norm())
+    return norms
+
+
+@right
+def finite_checks(job: Job) -> Any:
+    job.backward()
+    values = [p.grad.abs().max().item() for p in job.params]
+    job.params[-1].grad.view(-1)[-1] = math.nan
+    bad = [bool(torch.isnan(p.grad).any()) for p in job.params]
+    good = [torch.isfinite(p.grad).all().item() for p in job.params]
+    return values, bad, good, [int(p.grad.isnan().sum()) for p in job.params]
+
+
+@right
+def skipped_where_not_finite(job: Job) -> Any:
+    optimizer = job.sgd()
+    job.backward()
+    job.params[0].grad.view(-1)[0] = math.inf
+    if not any(p.grad.isinf().any() for p in job.params):
+        optimizer.step()
+
+
+@right
+def scaled_by_torch(job: Job) -> Any:
+    optimizer, scaler, scales = job.sgd(), torch.amp.GradScaler("cpu", init_scale=8.0), []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(job.loss(step)).backward()
+        if step == 1:
+            job.params[-1].grad.view(-1)[-1] = math.inf
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(job.params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@right
+def gradients_zeroed_and_decayed(job: Job) -> Any:
+    job.backward()
+    with torch.no_grad():
+        for p in job.params:
+            p.grad = p.grad + 0.1 * p
+    job.sgd().step()
+    for p in job.params:
+        p.grad.zero_()
+    job.sgd().step()
+
+
+@right
+def noise_of_zero_and_sign(job: Job) -> Any:
+    job.backward()
+    for p in job.params:
+        p.grad = torch.sign(p.grad) * torch.where(p.grad > 0, 1.0, 0.5) + torch.zeros_like(p)
+    job.sgd().step()
+
+
+@right
+def gradients_kept_and_added(job: Job) -> Any:
+    job.backward(0)
+    kept = [p.grad.clone() for p in job.params]
+    job.model.zero_grad()
+    job.backward(1)
+    dots = [torch.dot(k.flatten(), p.grad.flatten()) for k, p in zip(kept, job.params, strict=True)]
+    for k, p in zip(kept, job.params, strict=True):
+        p.grad.add_(k, alpha=0.5)
+    job.sgd().step()
+    return dots
+
+
+@right
+def gradients_as_vector(job: Job) -> Any:
+    job.backward()
+    vector = torch.cat([p.grad.reshape(-1) for p in job.params])
+    return vector.norm(), vector.sum(), vector.abs().max(), vector.numel()

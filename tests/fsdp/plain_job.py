@@ -1,0 +1,84 @@
+"""A job of a user on one rank, or on one process, whose lines are tried under every wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import echelon as ec
+
+
+class Model(nn.Module):
+    """With an odd number of rows, a parameter without dims, and a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 6))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.scale * self.body(self.embed(ids)))
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def ids(rank: int, step: int = 0) -> Tensor:
+    return torch.randint(11, (3, 4), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Job:
+    """A model on one rank of some, or on one process that has the rows of all."""
+
+    def __init__(
+        self, model: nn.Module, inner: Model, ranks: list[int], group: ec.Group | None = None
+    ) -> None:
+        self.model, self.inner, self.ranks, self._group = model, inner, ranks, group
+        self.params = [*model.parameters()]
+
+    def loss(self, step: int = 0) -> Tensor:
+        x = torch.cat([ids(rank, step) for rank in self.ranks])
+        return F.cross_entropy(self.model(x).flatten(0, 1), x.flatten())
+
+    def evaluate(self, step: int = 0) -> Tensor:
+        """The loss of the rows of all ranks."""
+        with torch.no_grad():
+            loss = self.loss(step)
+        if self._group is not None:
+            self._group.all_reduce(loss, "mean")
+        return loss
+
+    def backward(self, step: int = 0) -> None:
+        self.loss(step).backward()
+
+    def train(self, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            self.backward(step)
+            optimizer.step()
+
+    def sgd(self, params: Any = None) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.params if params is None else params, lr=0.1, momentum=0.9)
+
+
+Lines = Callable[[Job], Any]
+LINES: dict[str, Lines] = {}
+REFUSED: dict[str, Lines] = {}  # right, or a typed error, on every sharded model
+
+
+def right(function: Lines) -> Lines:
+    LINES[function.__name__] = function
+    return function
+
+
+def refused(function: Lines) -> Lines:
+    REFUSED[function.__name__] = function
+    return function

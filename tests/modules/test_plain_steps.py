@@ -1,0 +1,49 @@
+"""Parts are plain tensors in steps of optimizers, and say that they are parts again afterwards."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor
+from tests.parts import build
+
+
+class Step(torch.optim.Optimizer):
+    def __init__(self, params, fails: bool = False) -> None:
+        super().__init__(params, {})
+        self.fails, self.seen = fails, []
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        for param in self.param_groups[0]["params"]:
+            self.seen += [type(param), type(param.grad)]
+        if self.fails:
+            raise KeyError("a step")
+
+
+def kinds(model: nn.Module) -> list[type]:
+    return [kind for p in model.parameters() for kind in (type(p), type(p.grad))]
+
+
+def test_a_step_sees_plain_tensors_and_its_closure_parts() -> None:
+    def main(world: ec.World) -> None:
+        model = ec.FSDP(build(), world.group, min_num_params=0)
+        in_closure: list[list[type]] = []
+
+        def closure() -> None:
+            model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+            in_closure.append(kinds(model))
+
+        step, parts = Step(model.parameters()), [ShardedParameter, ShardedTensor] * 2
+        step.step(closure)
+        assert in_closure == [parts]
+        assert step.seen == [nn.Parameter, Tensor] * 2
+        assert kinds(model) == parts
+        with pytest.raises(KeyError):
+            Step(model.parameters(), fails=True).step()
+        closure()
+        assert in_closure[1] == parts
+
+    ec.run(main, 2)
