@@ -5,7 +5,8 @@ processes import them by name; ``run_all`` puts them all into one start.
 """
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -210,6 +211,37 @@ def gradients_travel_in_bfloat16_when_asked(world: ec.World) -> None:
             assert torch.equal(param.grad, param.grad.bfloat16().float())
             # bfloat16 keeps 8 bits: each of the parts and the sum is off by up to 2**-8.
             assert_tensor_close(param.grad, expected.grad, 0.02, "gradient")
+
+
+class Vectors(nn.Module):
+    """Vectors of these sizes; the gradient of each element is what forward is given."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(nn.Parameter(torch.zeros(numel)) for numel in numels)
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return torch.stack([vector.sum() for vector in self.vectors]).sum() * factor
+
+
+@check
+def gradients_of_every_size_travel_in_every_dtype(world: ec.World) -> None:
+    mib = 2**18  # elements of float32
+    for dtype, sync in itertools.product((None, torch.bfloat16), ("overlap", "manual")):
+        ddp = ec.DDP(
+            Vectors((256, mib - 1, mib, mib + 1, 3 * mib)),
+            world.group,
+            gradient_dtype=dtype,
+            sync=sync,
+        )
+        for _ in range(2):  # the second backward makes the buckets anew
+            ddp.zero_grad()
+            ddp(world.rank + 1.0).backward()
+            if sync == "manual":
+                ddp.sync_gradients()
+            mean = mean_over_ranks(world, lambda rank: rank + 1.0)
+            for param in ddp.parameters():
+                assert bool((param.grad == mean).all()), (param.shape, dtype, sync)
 
 
 @check

@@ -205,11 +205,6 @@ class Reducer:
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="begin")
 
-    def large_gradient_ready(self, b: int, slot: int) -> None:
-        """Copy a large gradient into its bucket at once."""
-        with torch.no_grad():
-            self.buckets[b].copy_gradient_in(slot)
-
     def bucket_ready(self, b: int) -> None:
         """Fill the buffer of a bucket, and launch all buckets that are ready, in their order."""
         backward = self._backward
@@ -230,14 +225,18 @@ class Reducer:
             if self._syncing and self._overlap:
                 # The buckets may have been replaced since the hook was made, so ``b`` may be old.
                 b = next(b for b, plan in enumerate(self._plans) if i in plan.indices)
-                self._counter.count(i, b, self._plans[b].indices.index(i))
-        elif backward.synced and (b < len(backward.works) or self.buckets[b].casts):
+                self._counter.count(i, b)
+        elif backward.synced and (b < len(backward.works) or self._is_cast(b)):
             raise StateError(
                 f"parameter {self._named[i][0]!r} got a second gradient in one backward, after the "
                 f"first left with the {self.buckets[b].label}. Reentrant activation checkpointing "
                 "of a shared module does that: use checkpoint(..., use_reentrant=False), or run "
                 "backward under no_sync() and call sync_gradients() after it"
             )
+
+    def _is_cast(self, b: int) -> bool:
+        """Whether what will be reduced is a copy already, to which nothing can be added."""
+        return self.buckets[b].casts and not self._counter.pending[b]
 
     def _launch_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
         """All-reduce the next bucket; the flags say that ``missing`` slots have no gradient."""
