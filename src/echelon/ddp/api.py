@@ -70,8 +70,8 @@ class DDP(Wrapper, HasShards):
             made before or after. A parameter that is frozen now is not reduced and must stay
             frozen; others may be frozen and unfrozen between steps, the same on all ranks.
         group: the ranks that hold a copy.
-        bucket_bytes: the cap of a bucket; a larger gradient has a bucket of its own.
-        first_bucket_bytes: the cap of the first bucket, so that communication begins early.
+        bucket_bytes: the cap of every bucket; a larger gradient has a bucket of its own.
+        first_bucket_bytes: one more cap of the first bucket, so that communication begins early.
         sync: ``"overlap"`` reduces during backward, ``"manual"`` in ``sync_gradients()``.
         broadcast_buffers: send rank 0's buffers before a forward in training mode, when a buffer
             changed on some rank before the last reduction.

@@ -85,8 +85,8 @@ def compute_buckets(
     """Cut gradients into buckets, in the order in which backward is expected to make them.
 
     A bucket is closed before it would exceed its cap, so only a gradient that is larger than the
-    cap makes a larger bucket, and then it is alone in it. Gradients of different ``kinds`` never
-    share a bucket. ``order`` is the expected order; None means the reverse of ``nbytes``. Buckets
+    cap makes a larger bucket, and then it is alone in it. ``first_bucket_bytes`` is one more cap of
+    the first bucket. Gradients of different ``kinds`` never share a bucket. ``order`` is the expected order; None means the reverse of ``nbytes``. Buckets
     are listed by their last gradient, because that one decides when a bucket is ready.
     Law: every index is in exactly one bucket, and no bucket is empty.
 
@@ -102,6 +102,7 @@ def compute_buckets(
     first_cap = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
     if min((bucket_bytes, first_cap, *nbytes)) < 0:
         raise ArgumentError(f"sizes and caps are bytes >= 0, got {bucket_bytes}, {first_cap}")
+    first_cap = min(first_cap, bucket_bytes)
     ready_order = list(reversed(range(num)) if order is None else order)
     if sorted(ready_order) != list(range(num)):
         raise ArgumentError(f"order {ready_order} is not a permutation of range({num})")

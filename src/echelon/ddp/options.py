@@ -21,8 +21,8 @@ class DDPOptions:
     Law: the constructor of ``DDP`` has an argument of the same name, type and default for each.
 
     Attributes:
-        bucket_bytes: the cap of a bucket, in bytes that are sent.
-        first_bucket_bytes: the cap of the first bucket, which is launched first.
+        bucket_bytes: the cap of every bucket, in bytes of gradients as they are sent.
+        first_bucket_bytes: one more cap of the first bucket, which is launched first.
         sync: whether backward reduces gradients, or a call of the user.
         broadcast_buffers: whether buffers that changed are made equal again.
         init: how parameters become equal at the start.

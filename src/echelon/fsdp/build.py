@@ -24,7 +24,13 @@ from echelon.fsdp.storage_kinds import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, UnitPlan
 from echelon.modules.model_agreement import Init
-from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
+from echelon.state.initialization import (
+    Initializer,
+    ParameterPlace,
+    draw_seed,
+    nothing_to_materialize,
+    own_tensors,
+)
 
 # Units ---------------------------------------------------------------------------------------
 
@@ -267,6 +273,8 @@ class InitialValues:
         self._waiting = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
         self._initializer = Initializer(self._places, groups.shard.device, materialize)
         from_modules = [key for key, source in self._sources.items() if source is _Source.MODULE]
+        if materialize is not None and not from_modules:
+            raise nothing_to_materialize("on meta on all ranks")
         for key in from_modules:
             self._initializer.check(self._places[key])
         # Every rank draws once, so that equal random streams stay equal.
