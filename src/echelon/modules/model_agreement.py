@@ -96,8 +96,8 @@ def check_agreement(
         "buffer": {name: _describe(buffer) for name, buffer in module.named_buffers()},
     }
     if values:
-        facts["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
-        facts["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
+        facts["the values of parameter"] = {n: digest(p) for n, p in module.named_parameters()}
+        facts["the values of buffer"] = {n: digest(b) for n, b in module.named_buffers()}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     by_rank = agree(ranks, {**facts, **(more or {})}, beside=on_meta)
@@ -114,7 +114,8 @@ def _describe(tensor: Tensor) -> str:
     return text
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """A hash of the values of a tensor, in the order of its elements."""
     if tensor.is_meta:
         return "none, it is on the meta device"
     data = flat_bytes(tensor).numpy()
