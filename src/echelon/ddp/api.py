@@ -28,7 +28,13 @@ from echelon.diagnosis import rank_time
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
-from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
+from echelon.modules.model_agreement import (
+    Init,
+    check_agreement,
+    check_model,
+    has_plain_memory,
+    option_facts,
+)
 from echelon.modules.nested import tensors
 from echelon.modules.parameters import (
     ParameterGuard,
@@ -81,7 +87,8 @@ class DDP(ReplicatedModule):
         check_replicas: after how many reductions the ranks compare their parameters; at first they
             do so more often. 0: never. Ranks that differ raise a ModelMismatch.
         ignored: modules or parameters whose gradients are not reduced; their values are sent at
-            the start like all others.
+            the start like all others, but those of classes with operations of their own, such as
+            quantised weights and DTensors, which each rank keeps.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
@@ -127,8 +134,8 @@ class DDP(ReplicatedModule):
             check_replicas=check_replicas,
         )
         _check_arguments(module, group)
-        check_model(module, group.device)
         skip = ignored_parameters(module, ignored)
+        check_model(module, group.device, size=group.size, ignored=skip)
         choices = {**option_facts(options), "ignored": str(len(skip))}
         check_agreement(module, choices, group, values=init == "verify")
         self._attach(module, group, options, skip)
@@ -280,7 +287,8 @@ class DDP(ReplicatedModule):
         checks.rank("src", src, self._group.size)
         if self._group.size > 1:
             cap = self._options.bucket_bytes
-            broadcast_parameters(self.module.parameters(), self._group, src, cap)
+            params = filter(has_plain_memory, self.module.parameters())
+            broadcast_parameters(params, self._group, src, cap)
             broadcast_buffers(self._tracked_buffers.named(), self._group, src, cap)
         self._tracked_buffers.remember()
         self._reducer.buffers_changed = False

@@ -108,23 +108,25 @@ def broadcast_buffers(
     A buffer that has the values of rank ``src`` already is not written: it may be a constant that
     a graph has saved, or lie in memory that nobody may write.
     """
-    names = {id(tensor): name for name, tensor in named}
+    fixed: list[Tensor] = []
     for members in _coalesced([tensor for _, tensor in named], bucket_bytes):
         flat, views, placement = _packed(members, group)
         before = flat.clone()
         group.broadcast(flat, src, label="buffers")
         if group.rank != src:
-            slots = _changed_slots(before, flat, placement)
-            for slot in slots:
-                if is_expanded(members[slot]):
-                    raise StateError(
-                        f"buffer {names[id(members[slot])]!r} was expanded, so several of its "
-                        f"elements are one place in memory, and its values on rank {group.rank} "
-                        f"are not those of rank {src}, which cannot be written there: make it "
-                        "with .contiguous(), or with the same values on every rank"
-                    )
-            if slots:
-                torch._foreach_copy_([members[i] for i in slots], [views[i] for i in slots])
+            changed = _changed_slots(before, flat, placement)
+            fixed += [members[i] for i in changed if is_expanded(members[i])]
+            changed = [i for i in changed if not is_expanded(members[i])]
+            if changed:
+                torch._foreach_copy_([members[i] for i in changed], [views[i] for i in changed])
+    for name, tensor in named:  # after the last broadcast, in which the other ranks take part
+        if any(tensor is other for other in fixed):
+            raise StateError(
+                f"buffer {name!r} was expanded, so several of its elements are one place in "
+                f"memory, and its values on rank {group.rank} are not those of rank {src}, which "
+                "cannot be written there: make it with .contiguous(), or with the same values on "
+                "every rank"
+            )
 
 
 def _changed_slots(before: Tensor, after: Tensor, placement: Placement) -> list[int]:

@@ -23,7 +23,7 @@ from echelon.fsdp.storage import Storage
 from echelon.fsdp.storage_kinds import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, UnitPlan
-from echelon.modules.model_agreement import Init
+from echelon.modules.model_agreement import Init, digest, has_plain_memory
 from echelon.state.initialization import (
     Initializer,
     ParameterPlace,
@@ -303,7 +303,21 @@ class InitialValues:
             if tensor.is_meta:
                 self._initializer.allocate(tensor)
             with torch.no_grad():
-                self._groups.broadcast(tensor.data, f"initial {place.name}")
+                self._receive(tensor, f"initial {place.name}")
+
+    def _receive(self, tensor: Tensor, label: str) -> None:
+        """Take rank 0's values; those of other classes stay, as in DDP.
+
+        A buffer that has them already is not written: it may lie in memory that nobody may write.
+        """
+        if isinstance(tensor, nn.Parameter):
+            if has_plain_memory(tensor):
+                self._groups.broadcast(tensor.data, label)
+            return
+        received = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._groups.broadcast(received, label)
+        if digest(received) != digest(tensor):
+            tensor.data.copy_(received)
 
     def finish(self) -> None:
         """Give ignored parameters and buffers their values, which are in no unit."""
