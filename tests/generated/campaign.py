@@ -20,7 +20,7 @@ from tests.generated.stages import Whole
 from tests.generated.thresholds import thresholds_set
 from tests.worlds import run_world
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0  # a parameter may have 64 MiB
 SEVERITY = ("right", "invalid", "hang", "refused", "our error", "raw error", "difference")
 
 

@@ -194,6 +194,10 @@ def draw_case(seed: int, technique: str | None = None, world: str = "threads") -
         case["options"] = make(dice, case)
     case["optimizer"] = dice.choice(("sgd", "adamw", "momentum"))
     case["thresholds"] = draw_thresholds(seed // BLOCK)
+    if case["thresholds"]:
+        for op in (op for part in walk(case["model"]) for op in part.get("ops", [])):
+            if op["op"] == "large":
+                op["numel"] = min(op["numel"], 2**10 + op["numel"] % 3)
     return settle(case)
 
 
