@@ -224,9 +224,9 @@ class ReplicaCheck:
     def compare(self) -> None:
         """Raise a ModelMismatch on all ranks unless all have the same parameters."""
         params = [param.detach() for _, param in self._named]
-        mine = torch.stack([_sum_of_bits(param) for param in params]).sum().reshape(1)
-        sums = mine.new_empty(self._group.size)
-        self._group.all_gather_single(sums, mine, label="sums of parameters")
+        own_sum = torch.stack([_sum_of_bits(param) for param in params]).sum().reshape(1)
+        sums = own_sum.new_empty(self._group.size)
+        self._group.all_gather_single(sums, own_sum, label="sums of parameters")
         if bool((sums == sums[0]).all()):
             return
         hashes = {name: digest(param) for name, param in self._named}

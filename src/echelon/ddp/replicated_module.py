@@ -29,7 +29,7 @@ _PREFIX = "module."
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryStats:
+class DDPMemoryStats:
     """The bytes that this rank holds for a replicated model, on the device of the group.
 
     Attributes:
@@ -80,7 +80,7 @@ class ReplicatedModule(Wrapper, HasShards):
         """The ranks that hold a copy."""
         return self._group
 
-    def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryStats:
+    def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> DDPMemoryStats:
         """The bytes that this rank holds now. Nothing is communicated.
 
         Args:
@@ -95,7 +95,7 @@ class ReplicatedModule(Wrapper, HasShards):
             checks.instance("optimizer", optimizer, torch.optim.Optimizer)
             values = (value for of_param in optimizer.state.values() for value in of_param.values())
             state = _nbytes(value for value in values if isinstance(value, Tensor))
-        return MemoryStats(
+        return DDPMemoryStats(
             parameters=_nbytes(params),
             buffers=_nbytes(self.module.buffers()),
             buckets=sum(bucket.held_nbytes for bucket in buckets),
