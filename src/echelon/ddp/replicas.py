@@ -149,7 +149,7 @@ def _coalesced(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor
     return [[tensors[i] for i in bucket] for bucket in buckets]
 
 
-def _packed(members: Sequence[Tensor], group: Group) -> tuple[Tensor, list[Tensor], Placement]:
+def _packed(members: list[Tensor], group: Group) -> tuple[Tensor, list[Tensor], Placement]:
     """A copy of ``members`` end to end, its views in their shapes, and where each begins."""
     placement = pack([tensor.numel() for tensor in members])
     flat = torch.empty(placement.numel, dtype=members[0].dtype, device=group.device)
