@@ -1,5 +1,6 @@
 """Each gradient of a backward is counted once, by hooks that keep nothing alive."""
 
+import copy
 import gc
 import weakref
 
@@ -51,6 +52,34 @@ def test_a_second_gradient_before_its_bucket_left_is_counted():
             ddp(share(x, world.rank, 2)).mean().backward()
         ddp.sync_gradients()
         assert_close(ddp, plain)
+
+    ec.run(main, 2)
+
+
+class Earlier(Shared):
+    """The shared layer has both gradients before another layer has its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize(("gradient_dtype", "rtol"), [(None, 1e-12), (torch.float32, 1e-6)])
+def test_a_second_gradient_while_its_bucket_waits_for_another_parameter_is_added(
+    gradient_dtype, rtol
+):
+    def main(world):
+        torch.manual_seed(0)
+        plain = Earlier().double()
+        ddp = ec.DDP(copy.deepcopy(plain), world.group, gradient_dtype=gradient_dtype)
+        for step in range(2):
+            x = rows(step, 2)
+            for model, part in ((plain, x), (ddp, share(x, world.rank, 2))):
+                model.zero_grad()
+                model(part).pow(2).mean().backward()
+            assert_close(ddp, plain, rtol=rtol)
 
     ec.run(main, 2)
 

@@ -17,6 +17,11 @@ VOCABULARY, WIDTH, LENGTH = 11, 6, 5
 PLAIN = [strategy for strategy in Strategy if not strategy.hybrid]
 
 
+def has_effect(strategy: Strategy, layout: str = "flat", least: int = 0) -> bool:
+    """Whether there is something to lay out, or to leave whole; otherwise FSDP refuses."""
+    return strategy is not Strategy.NO_SHARD or (layout, least) == ("flat", 0)
+
+
 class Block(nn.Module):
     """Norm, a layer with a bias that no number of ranks divides, a scalar, a residual."""
 

@@ -14,7 +14,7 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from echelon.state.tensor_shard import Replication
-from tests.fsdp.models import PLAIN, Block, batch, build, loss_of
+from tests.fsdp.models import PLAIN, Block, batch, build, has_effect, loss_of
 from tests.fsdp.two_memories import separate, watched
 from tests.holding import check_optimizer, filled, joined, write
 from tests.reference import assert_states_equal
@@ -108,7 +108,12 @@ def combined(strategies: list[ec.Strategy], **options: Any) -> list[dict[str, An
         for layout in ({"layout": "flat"}, {"layout": "rows"}, {"use_orig_params": False})
         for precision in ({}, {"precision": LOW}, {"precision": MASTERS})
     ]
-    return [{**one, "min_num_params": 100 * (i % 2)} for i, one in enumerate(cases)]
+    cases = [{**one, "min_num_params": 100 * (i % 2)} for i, one in enumerate(cases)]
+    return [
+        one
+        for one in cases
+        if has_effect(one["strategy"], one.get("layout", "flat"), one["min_num_params"])
+    ]
 
 
 def offloaded(offload: ec.Offload) -> list[dict[str, Any]]:

@@ -103,7 +103,8 @@ def plain(size: int) -> dict[str, Tensor]:
 OPTIONS: list[dict[str, Any]] = [
     {"backward_prefetch": ec.BackwardPrefetch.NONE},
     {"forward_prefetch": 3, "layout": "rows"},
-    {"backward_prefetch": ec.BackwardPrefetch.POST, "strategy": ec.Strategy.SHARD_GRAD_OP},
+    {"backward_prefetch": ec.BackwardPrefetch.POST},
+    {"strategy": ec.Strategy.SHARD_GRAD_OP},
 ]
 
 

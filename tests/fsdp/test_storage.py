@@ -284,7 +284,6 @@ def refuses(world: World) -> None:
         shard(world, layout="rows", **FLAT)
     with pytest.raises(ArgumentError, match="use_orig_params is 1"):
         shard(world, nn.Linear(2, 2), use_orig_params=1)
-    shard(world, layout="rows", strategy=ec.Strategy.NO_SHARD, **FLAT)
 
 
 def test_rows_that_lie_apart_cannot_be_one_parameter() -> None:

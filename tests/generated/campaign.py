@@ -17,9 +17,10 @@ from tests.generated.program import InvalidCase
 from tests.generated.ranks import run_case
 from tests.generated.reference import expect
 from tests.generated.stages import Whole
+from tests.generated.thresholds import thresholds_set
 from tests.worlds import run_world
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0  # a parameter may have 64 MiB
 SEVERITY = ("right", "invalid", "hang", "refused", "our error", "raw error", "difference")
 
 
@@ -72,7 +73,9 @@ def run_one(case: Spec, timeout: float = TIMEOUT_S) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            run_world("threads", run_case, case["ranks"], (case, expected_of(case)), timeout)
+            expected = expected_of(case)
+            with thresholds_set(case["thresholds"]):
+                run_world("threads", run_case, case["ranks"], (case, expected), timeout)
         except Exception as error:
             return outcome_of(case, error)
     return Outcome("right")
@@ -85,6 +88,12 @@ def expected_of(case: Spec) -> Any:
 
 def on_rank(world: World, cases: list[Spec], progress: str) -> list[list[str]]:
     """Cases one after another, until one fails; how each ended."""
+    with thresholds_set(cases[0]["thresholds"]):
+        return outcomes_of(world, cases, progress)
+
+
+def outcomes_of(world: World, cases: list[Spec], progress: str) -> list[list[str]]:
+    """The same, with the thresholds as they are."""
     outcomes = []
     for i, case in enumerate(cases):
         if world.rank == 0:
@@ -103,7 +112,11 @@ def on_rank(world: World, cases: list[Spec], progress: str) -> list[list[str]]:
 
 
 def run_batch(cases: list[Spec], timeout: float = TIMEOUT_S) -> list[Outcome]:
-    """Run cases of one world and number of ranks; the world starts anew after each failure."""
+    """Run cases of one world, number of ranks and choice of thresholds.
+
+    The world starts anew after each failure.
+    """
+    assert all(case["thresholds"] == cases[0]["thresholds"] for case in cases)
     found: list[Outcome] = []
     while len(found) < len(cases):
         rest = cases[len(found) :]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from tests.generated.operations import Spec
+from tests.generated.thresholds import draw_thresholds
 from tests.generated.trees import Dice, ModelDraw, has, walk
 from tests.generated.values import VISIBLE
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD", "HYBRID_SHARD",
               "HYBRID_SHARD_ZERO2")  # fmt: skip
+BLOCK = 100  # seeds with the same thresholds, which processes have from their start on
 BACKWARDS = ("plain", "retain", "two_losses", "two_forwards", "interleaved", "reversed",
              "grad_first", "dropped", "eval_between", "inputs", "grad_only")  # fmt: skip
 
@@ -82,7 +84,18 @@ def draw_fsdp(dice: Dice, case: Spec) -> Spec:
         options["reduction"] = dice.choice(("sum", 3))
     if dice.chance(0.15):
         options["init"] = dice.choice(("verify", "trust"))
+    if dice.chance(0.2):
+        options["precision"] = dice.choice(PRECISIONS)
     return options
+
+
+# By name of the dtype. Only "reduce" rounds: the others are what the parameters have.
+PRECISIONS: tuple[Spec, ...] = (
+    {"reduce": "float32"},
+    {"reduce": "float64", "keep_low_precision_grads": True},
+    {"master": "float64", "buffers": "float64"},
+    {"compute": "float64", "keep": True},
+)
 
 
 def draw_ddp(dice: Dice, case: Spec) -> Spec:
@@ -100,6 +113,10 @@ def draw_ddp(dice: Dice, case: Spec) -> Spec:
         options["broadcast_buffers"] = False
     if dice.chance(0.15):
         options["ignored"] = dice.choice(("module", "param"))
+    if dice.chance(0.25):
+        options["gradient_dtype"] = dice.choice(("float32", "float32", "float64"))
+    if dice.chance(0.4):
+        options["check_replicas"] = dice.choice((0, 1, 2, 3))
     return options
 
 
@@ -119,6 +136,11 @@ def draw_pipeline(dice: Dice, case: Spec) -> Spec:
         if options["over"] == "shard":
             options["units"] = dice.choice(("cell", "whole", "every"))
             options["strategy"] = dice.choice(STRATEGIES[:3])
+            if dice.chance(0.3):
+                options["window_nbytes"] = dice.choice((0, 300))
+        elif dice.chance(0.5):
+            options["ddp"] = {"bucket_bytes": dice.choice((0, 100, 10**6))}
+            options["ddp"]["check_replicas"] = dice.choice((0, 1, 64))
     options["schedule"] = dice.choice(SCHEDULES[options["chunks"]])
     m = dice.choice((1, 2, 3, 4, 5))
     case["rows"] = dice.choice((5, 6, 8))
@@ -171,6 +193,11 @@ def draw_case(seed: int, technique: str | None = None, world: str = "threads") -
         make = draw_fsdp if case["technique"] == "fsdp" else draw_ddp
         case["options"] = make(dice, case)
     case["optimizer"] = dice.choice(("sgd", "adamw", "momentum"))
+    case["thresholds"] = draw_thresholds(seed // BLOCK)
+    if case["thresholds"]:
+        for op in (op for part in walk(case["model"]) for op in part.get("ops", [])):
+            if op["op"] == "large":
+                op["numel"] = min(op["numel"], 2**10 + op["numel"] % 3)
     return settle(case)
 
 
@@ -188,6 +215,14 @@ def settle(case: Spec) -> Spec:
                 options.pop("layout")  # UnsupportedError, tested elsewhere
         if options.get("strategy") == "NO_SHARD" and options.get("offload") == "ALL":
             options["offload"] = "OPTIMIZER"
+        if "master" in options.get("precision", {}) and has(model, "float"):
+            options.pop("precision")  # which makes float32 of other parameters float64
+        strategy = options.get("strategy", "FULL_SHARD")
+        inert = ["layout", "min_num_params", "forward_prefetch"] if strategy == "NO_SHARD" else []
+        if strategy not in ("FULL_SHARD", "HYBRID_SHARD"):
+            inert.append("backward_prefetch")
+        for name in inert:
+            options.pop(name, None)  # ArgumentError: there is nothing to decide
         if options.get("strategy", "").startswith("HYBRID"):
             # docs/fsdp.md, "Units that a rank skips": they would wait for slots.
             for part in walk(model):

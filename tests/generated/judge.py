@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import Tensor
 
@@ -12,6 +14,23 @@ from tests.generated.program import Record
 from tests.generated.trees import has
 
 TOLERANCE = 1e-12  # relative to the largest element, or to 1: sums over ranks have another order
+ROUNDED = 1e-4  # where gradients are reduced in float32
+_tolerance = ContextVar("tolerance", default=TOLERANCE)
+
+
+@contextmanager
+def tolerance_of(case: Spec) -> Iterator[None]:
+    """Compare as this case can be."""
+    options = case["options"]
+    low = "float32" in (
+        options.get("gradient_dtype"),
+        options.get("precision", {}).get("reduce"),
+    )
+    token = _tolerance.set(ROUNDED if low else TOLERANCE)
+    try:
+        yield
+    finally:
+        _tolerance.reset(token)
 
 
 class Difference(AssertionError):
@@ -33,11 +52,11 @@ def same(what: str, actual: Tensor, wanted: Tensor) -> None:
         return
     actual, wanted = actual.detach().reshape(-1), wanted.detach().reshape(-1)
     error = (actual - wanted).abs().max().item()
-    bound = TOLERANCE * max(1.0, wanted.abs().max().item())
+    bound = _tolerance.get() * max(1.0, wanted.abs().max().item())
     if not error <= bound:
         raise Difference(
-            f"{what} differs by {error:.3g}: {actual.tolist()!s:.200}, and in one process "
-            f"{wanted.tolist()!s:.200}"
+            f"{what} differs by {error:.3g}: {actual[:20].tolist()!s:.200}, and in one process "
+            f"{wanted[:20].tolist()!s:.200}"
         )
 
 

@@ -116,6 +116,10 @@ OPS: dict[str, Op] = {
         _own(lambda w, op: (op.get("size", 3), 5), -0.5, 0.5),
         lambda c, n, op, x: x * (1 + used(c, n, op).sin().mean()),
     ),
+    "large": (
+        _own(lambda w, op: (op.get("numel", 128),), -0.5, 0.5),
+        lambda c, n, op, x: x * (1 + used(c, n, op).sin().mean()),
+    ),
     "deep": (
         _own(lambda w, op: (2, 1, op.get("size", 3)), -0.5, 0.5),
         lambda c, n, op, x: x + used(c, n, op).cos().sum() * 0.1,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from tests.generated.judge import same, same_gradient, same_numbers
+from tests.generated.judge import same, same_gradient, same_numbers, tolerance_of
 from tests.generated.modules import Model, build
 from tests.generated.operations import Spec
 from tests.generated.program import Step, Toggles, Trainer, new_optimizer
@@ -26,12 +27,22 @@ def _ignored(case: Spec, model: nn.Module) -> list[Any]:
     return [model.get_submodule(name)]
 
 
+def precision_of(spec: Spec) -> ec.MixedPrecision:
+    """The precision that a case names."""
+    fields = {k: getattr(torch, v) if isinstance(v, str) else v for k, v in spec.items()}
+    if fields.pop("keep", False):
+        fields["keep"] = (nn.LayerNorm, nn.Embedding)
+    return ec.MixedPrecision(**fields)
+
+
 def shard(case: Spec, model: Model, world: World) -> ec.FSDP:
     """The model in ``FSDP``, with the options of the case."""
     options = dict(case["options"])
     given: dict[str, Any] = {"min_num_params": 0, "ignored": _ignored(case, model)}
     given["strategy"] = ec.Strategy[options.pop("strategy", "FULL_SHARD")]
     given["units"] = rule_of(options.pop("units", "whole"))
+    if "precision" in options:
+        given["precision"] = precision_of(options.pop("precision"))
     for name, kind in (("backward_prefetch", ec.BackwardPrefetch), ("offload", ec.Offload)):
         if name in options:
             given[name] = kind[options.pop(name)]
@@ -46,6 +57,8 @@ def shard(case: Spec, model: Model, world: World) -> ec.FSDP:
 def replicate(case: Spec, model: Model, world: World) -> ec.DDP:
     """The model in ``DDP``, with the options of the case."""
     options = {name: value for name, value in case["options"].items() if name != "ignored"}
+    if "gradient_dtype" in options:
+        options["gradient_dtype"] = getattr(torch, options["gradient_dtype"])
     return ec.DDP(model, world.group, ignored=_ignored(case, model), **options)
 
 
@@ -129,4 +142,5 @@ def run_case(world: World, case: Spec, expected: Any) -> None:
         Difference: it is not as there.
     """
     make = StageRun if case["technique"] == "pipeline" else RankRun
-    make(world, case, expected).run()
+    with tolerance_of(case):
+        make(world, case, expected).run()

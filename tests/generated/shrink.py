@@ -50,6 +50,9 @@ def candidates(case: Spec) -> Iterator[Spec]:
     is_hybrid = case["options"].get("strategy", "").startswith("HYBRID")
     if case["technique"] != "pipeline" and case["ranks"] > 2 and not is_hybrid:
         yield {**case, "ranks": 2}
+    for name in case["thresholds"]:
+        fewer = {k: v for k, v in case["thresholds"].items() if k != name}
+        yield {**case, "thresholds": fewer}
     for key, default in (("gives", "tensor"), ("optimizer", "sgd"), ("rows", 1), ("values", 0)):
         if case.get(key, default) != default:
             yield {**case, key: default}

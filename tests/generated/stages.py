@@ -138,7 +138,7 @@ def pipeline(case: Spec, stages: list[nn.Module], world: World) -> ec.Pipeline:
     chunks, name = options.pop("chunks"), options.pop("schedule")
     m, units = options.pop("microbatches"), options.pop("units", None)
     strategy = options.pop("strategy", None)
-    given: dict[str, Any] = {"pipeline": options}
+    given: dict[str, Any] = {"ddp": options.pop("ddp", {}), "pipeline": options}
     if "shard" in axes:
         given |= {"strategy": ec.Strategy[strategy], "fsdp": {"min_num_params": 0}}
     plan = ec.Plan(**axes, microbatches=m, schedule=name, chunks=chunks, **given)

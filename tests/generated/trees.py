@@ -41,7 +41,7 @@ class ModelDraw:
     def op(self, first: bool) -> Spec:
         """One operation of a cell."""
         dice = self.dice
-        names = [name for name in OPS if name not in ("inplace", "batchnorm", "buffer")]
+        names = [name for name in OPS if name not in ("inplace", "batchnorm", "buffer", "large")]
         if not self.exotic:
             names = [n for n in names if n not in ("complex", "gru", "weight_norm", "attention")]
         name = dice.choice(names)
@@ -49,7 +49,12 @@ class ModelDraw:
             name = dice.choice(("batchnorm", "buffer", "inplace"))
             if self.staged and name != "buffer":
                 name = "scale"
+        if dice.chance(0.03):
+            name = "large"
         op: Spec = {"op": name}
+        if name == "large":  # from 1 KiB to 64 MiB, seldom more than 2 MiB
+            op["numel"] = 2 ** dice.choice((*range(7, 18), *range(14, 18), 19, 21, 23))
+            op["numel"] += dice.choice((-1, 0, 1))
         if OPS[name][0] is None:
             return op
         if name == "float":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import multiprocessing
 import selectors
@@ -13,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.generated.campaign import Outcome, run_batch, run_one
-from tests.generated.draw import draw_case
+from tests.generated.draw import BLOCK, draw_case
 
-BATCH = 200  # seeds of which those with as many ranks share one start of processes
+BATCH = BLOCK  # seeds of which those with as many ranks share one start of processes
 SILENCE_S = 240.0  # without a line, a worker hangs
 
 
@@ -28,8 +29,8 @@ def worker(seeds: Sequence[int], technique: str | None, world: str) -> None:
             say(seed, run_one(draw_case(seed, technique, world)), time.monotonic() - start)
         return
     multiprocessing.set_forkserver_preload(["tests.preload", "tests.generated.campaign"])
-    for first in range(0, len(seeds), BATCH):
-        batch = seeds[first : first + BATCH]
+    blocks = itertools.groupby(seeds, lambda seed: seed // BATCH)
+    for batch in (list(block) for _, block in blocks):
         print(json.dumps({"begins": batch[0]}), flush=True)
         cases = [draw_case(seed, technique, world) for seed in batch]
         for size in sorted({case["ranks"] for case in cases}):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import echelon as ec
+import tests.ddp.replica_checks  # noqa: F401  # has more checks
 from tests.ddp.checks import CHECKS, SMALL, run_all
 from tests.ddp.models import TiedLanguageModel, assert_close, share, token_loss, tokens
 from tests.worlds import run_world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -17,12 +17,24 @@ from echelon.ddp.buckets import BucketInfo, Unused
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions, Sync
 from echelon.ddp.reducer import Reducer
-from echelon.ddp.replicas import TrackedBuffers, broadcast_coalesced, replicated_state
+from echelon.ddp.replicas import (
+    ReplicaCheck,
+    TrackedBuffers,
+    broadcast_buffers,
+    broadcast_parameters,
+)
+from echelon.ddp.replicated_module import ReplicatedModule, add_prefix
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.data_watch import DataWatch
-from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
+from echelon.modules.model_agreement import (
+    Init,
+    check_agreement,
+    check_model,
+    has_plain_memory,
+    option_facts,
+)
 from echelon.modules.nested import tensors
 from echelon.modules.parameters import (
     ParameterGuard,
@@ -31,19 +43,12 @@ from echelon.modules.parameters import (
     disclaim,
     ignored_parameters,
 )
-from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.page import html_of
-from echelon.state.sharded_state import (
-    HasShards,
-    ParameterShards,
-    ShardedState,
-    parameter_shards_in,
-)
 
 _PREFIX = "module."
 
 
-class DDP(Wrapper, HasShards):
+class DDP(ReplicatedModule):
     """Replicates ``module`` on the ranks of ``group``; reduces gradients while backward runs.
 
     Law: after ``loss.backward()`` every rank holds the same gradients, bit for bit: with
@@ -70,8 +75,8 @@ class DDP(Wrapper, HasShards):
             made before or after. A parameter that is frozen now is not reduced and must stay
             frozen; others may be frozen and unfrozen between steps, the same on all ranks.
         group: the ranks that hold a copy.
-        bucket_bytes: the cap of a bucket; a larger gradient has a bucket of its own.
-        first_bucket_bytes: the cap of the first bucket, so that communication begins early.
+        bucket_bytes: the cap of every bucket; a larger gradient has a bucket of its own.
+        first_bucket_bytes: one more cap of the first bucket, so that communication begins early.
         sync: ``"overlap"`` reduces during backward, ``"manual"`` in ``sync_gradients()``.
         broadcast_buffers: send rank 0's buffers before a forward in training mode, when a buffer
             changed on some rank before the last reduction.
@@ -79,8 +84,11 @@ class DDP(Wrapper, HasShards):
             ``"trust"`` that they are. Names, shapes and dtypes are compared always.
         gradient_dtype: the dtype in which gradients are reduced; None: the parameter's own.
         reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
+        check_replicas: after how many reductions the ranks compare their parameters; at first they
+            do so more often. 0: never. Ranks that differ raise a ModelMismatch.
         ignored: modules or parameters whose gradients are not reduced; their values are sent at
-            the start like all others.
+            the start like all others, but those of classes with operations of their own, such as
+            quantised weights and DTensors, which each rank keeps.
 
     Raises:
         ArgumentError: an option, the group or the module cannot be used; nothing was done.
@@ -111,6 +119,7 @@ class DDP(Wrapper, HasShards):
         init: Init = "broadcast",
         gradient_dtype: torch.dtype | None = None,
         reduction: Reduction = "mean",
+        check_replicas: int = 64,
         ignored: Sequence[nn.Module | nn.Parameter] = (),
     ) -> None:
         super().__init__()
@@ -122,10 +131,11 @@ class DDP(Wrapper, HasShards):
             init=init,
             gradient_dtype=gradient_dtype,
             reduction=reduction,
+            check_replicas=check_replicas,
         )
         _check_arguments(module, group)
-        check_model(module, group.device)
         skip = ignored_parameters(module, ignored)
+        check_model(module, group.device, size=group.size, ignored=skip)
         choices = {**option_facts(options), "ignored": str(len(skip))}
         check_agreement(module, choices, group, values=init == "verify")
         self._attach(module, group, options, skip)
@@ -156,10 +166,12 @@ class DDP(Wrapper, HasShards):
         buffers = self._tracked_buffers = TrackedBuffers(module)
         is_watched = options.broadcast_buffers and group.size > 1 and len(buffers) > 0
         self._names = [plain_name(name) for name, _ in named]
-        self._reducer = Reducer(named, group, options, buffers.changed if is_watched else None)
+        self._replicas = ReplicaCheck(reduced, group, options.check_replicas)
+        changed_buffers = buffers.changed if is_watched else None
+        self._reducer = Reducer(named, group, options, self._replicas, changed_buffers)
         self._begin: Callable[[Tensor], None] = lambda _: self._reducer.prepare_for_backward()
         self._attached = True
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]
 
     # Training --------------------------------------------------------------------------------
 
@@ -182,7 +194,11 @@ class DDP(Wrapper, HasShards):
         self._reducer.defer_hooks()
         if self._reducer.buffers_changed and self.module.training:
             self._send_buffers()
+        if is_watched := self._replicas.is_on and not torch.compiler.is_compiling():
+            self._replicas.begin_forward()
         output = self.module(*args, **kwargs)
+        if is_watched:
+            self._replicas.end_forward()
         self.reduce_in_backward_of(output)
         return output
 
@@ -270,9 +286,10 @@ class DDP(Wrapper, HasShards):
         self._check_attached()
         checks.rank("src", src, self._group.size)
         if self._group.size > 1:
-            tensors = [*self.module.parameters(), *self._tracked_buffers.tensors()]
             cap = self._options.bucket_bytes
-            broadcast_coalesced(tensors, self._group, src, cap, "parameters and buffers")
+            params = filter(has_plain_memory, self.module.parameters())
+            broadcast_parameters(params, self._group, src, cap)
+            broadcast_buffers(self._tracked_buffers.named(), self._group, src, cap)
         self._tracked_buffers.remember()
         self._reducer.buffers_changed = False
 
@@ -286,15 +303,10 @@ class DDP(Wrapper, HasShards):
         source = 0 if rounds is None else rounds.first_active
         self._reducer.buffers_changed = False
         cap = self._options.bucket_bytes
-        broadcast_coalesced(self._tracked_buffers.tensors(), self._group, source, cap, "buffers")
+        broadcast_buffers(self._tracked_buffers.named(), self._group, source, cap)
         self._tracked_buffers.remember()
 
-    # State -----------------------------------------------------------------------------------
-
-    @property
-    def group(self) -> Group:
-        """The ranks that hold a copy."""
-        return self._group
+    # Looking at it ---------------------------------------------------------------------------
 
     @property
     def buckets(self) -> tuple[BucketInfo, ...]:
@@ -314,27 +326,6 @@ class DDP(Wrapper, HasShards):
         everywhere = tuple(names[i] for i in unused.everywhere)
         return Unused(here=tuple(names[i] for i in unused.here), everywhere=everywhere)
 
-    def holdings(self) -> ShardedState:
-        """The state of the plain model, of which every rank has a copy; without communication.
-
-        Raises:
-            StateError: inside backward, or the wrapper was taken off.
-            ArgumentError: a buffer cannot be saved.
-        """
-        self._check_attached()
-        if self._reducer.is_in_backward:
-            raise StateError("holdings() inside backward: ask after loss.backward()")
-        sent = self._tracked_buffers.tensors() if self._options.broadcast_buffers else ()
-        return replicated_state(self.module, self._group, sent)
-
-    def parameter_shards(self) -> tuple[ParameterShards, ...]:
-        """All parameters, whole."""
-        return tuple(parameter_shards_in(self.module))
-
-    def shared_over(self) -> tuple[Group, ...]:
-        """The group, as one of the axes of a mesh."""
-        return (self._group,)
-
     def unwrap(self) -> nn.Module:
         """Take the wrapper off and return the module, which keeps its gradients.
 
@@ -345,28 +336,6 @@ class DDP(Wrapper, HasShards):
         self._reducer.close()
         disclaim(p for name, p in self.module.named_parameters() if name not in self._ignored)
         return self.module
-
-    def _check_attached(self) -> None:
-        if not self._attached:
-            raise StateError("this DDP was taken off its module by unwrap(): wrap the module again")
-
-    # Like the plain module -------------------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module, with the plain module's keys."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load into the module, with the plain module's keys, in place.
-
-        Raises:
-            ArgumentError: with ``assign``, which would replace the parameters that are reduced.
-        """
-        if assign:
-            raise no_assign("DDP reduces")
-        return self.module.load_state_dict(state_dict, strict=strict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = type(self).__new__(type(self))
@@ -388,13 +357,3 @@ def _check_arguments(module: nn.Module, group: Group) -> None:
             f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "
             "reduce: use the module itself"
         )
-
-
-def _add_prefix(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
-) -> None:
-    """Add the prefix of the wrapped module to plain keys that a larger module loads."""
-    if metadata.get("assign_to_params_buffers"):
-        raise no_assign("DDP reduces")
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,10 @@ from echelon.ranges import Placement, pack
 ALIGN_NUMEL = 16
 
 # The notices are numbers behind the flags of a bucket. In the last bucket they are not zero after
-# the reduction if, on some rank, a buffer has changed, or a parameter was frozen or unfrozen.
-BUFFERS_CHANGED, TRAINABLE_CHANGED = 0, 1
-NUM_NOTICES = 2
+# the reduction if, on some rank, a buffer has changed, a parameter was frozen or unfrozen, or a
+# forward wrote into a parameter.
+BUFFERS_CHANGED, TRAINABLE_CHANGED, PARAMETERS_WRITTEN = 0, 1, 2
+NUM_NOTICES = 3
 
 _grad = attrgetter("grad")
 
@@ -61,6 +62,13 @@ class Unused:
     everywhere: tuple[str, ...]
 
 
+class UnusedIndices(NamedTuple):
+    """As ``Unused``, with the indices of the parameters."""
+
+    here: list[int]
+    everywhere: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """One bucket: its gradients, in the order in which they lie in its buffer.
@@ -85,9 +93,10 @@ def compute_buckets(
     """Cut gradients into buckets, in the order in which backward is expected to make them.
 
     A bucket is closed before it would exceed its cap, so only a gradient that is larger than the
-    cap makes a larger bucket, and then it is alone in it. Gradients of different ``kinds`` never
-    share a bucket. ``order`` is the expected order; None means the reverse of ``nbytes``. Buckets
-    are listed by their last gradient, because that one decides when a bucket is ready.
+    cap makes a larger bucket, and then it is alone in it. ``first_bucket_bytes`` is one more cap of
+    the first bucket. Gradients of different ``kinds`` never share a bucket. ``order`` is the
+    expected order; None means the reverse of ``nbytes``. Buckets are listed by their last gradient,
+    because that one decides when a bucket is ready.
     Law: every index is in exactly one bucket, and no bucket is empty.
 
     Example:
@@ -102,6 +111,7 @@ def compute_buckets(
     first_cap = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
     if min((bucket_bytes, first_cap, *nbytes)) < 0:
         raise ArgumentError(f"sizes and caps are bytes >= 0, got {bucket_bytes}, {first_cap}")
+    first_cap = min(first_cap, bucket_bytes)
     ready_order = list(reversed(range(num)) if order is None else order)
     if sorted(ready_order) != list(range(num)):
         raise ArgumentError(f"order {ready_order} is not a permutation of range({num})")
@@ -151,13 +161,13 @@ class Bucket:
 
     ::
 
-        wire  | gradient 0 | pad | gradient 1 | … | 1 1 … 1 | n n |
+        wire  | gradient 0 | pad | gradient 1 | … | 1 1 … 1 | n n n |
                 [1] wire_views                      [2]       [3]
 
     [1] These are ``.grad`` of the parameters. If gradients are reduced in another dtype, ``.grad``
     are the views of a second buffer, which has the parameters' dtype. [2] There is one flag for
     each gradient: 1 where this rank has it. After the reduction, 0 means that no rank has it.
-    [3] The notices are two more numbers, which the reducer writes and reads.
+    [3] The notices are three more numbers, which the reducer writes and reads.
 
     Attributes:
         indices: the indices of the parameters; methods name a gradient by its slot, which is the
@@ -204,6 +214,11 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes that one reduction of this bucket sends, with flags and padding."""
         return self.wire.numel() * self.wire.element_size()
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the memory that it holds."""
+        return self.nbytes + (self._grad_buffer.nbytes if self.casts else 0)
 
     # Before the reduction --------------------------------------------------------------------
 

@@ -12,18 +12,11 @@ from torch import nn
 from echelon.ddp.buckets import BucketPlan
 from echelon.modules.deferred_hooks import DeferredHooks
 
-# A gradient of 1 MiB or more is moved in its own hook: it is still in the cache, and its memory is
-# free for the next one. Smaller ones are moved together, which costs less Python.
-_LARGE_NBYTES = 1 << 20
-
 _Hook = Callable[[nn.Parameter], None]
 
 
 class ReadyListener(Protocol):
     """The object that a ``GradReadyCounter`` calls when gradients are ready."""
-
-    def large_gradient_ready(self, b: int, slot: int) -> None:
-        """A large gradient is ready; its bucket may not be."""
 
     def bucket_ready(self, b: int) -> None:
         """The last gradient of a bucket is ready."""
@@ -57,11 +50,8 @@ class GradReadyCounter:
         """Hook all parameters of the buckets; ``record`` the order in which they are ready."""
         self.remove_hooks()
         for b, plan in enumerate(plans):
-            for slot, i in enumerate(plan.indices):
-                large = self._params[i].nbytes >= _LARGE_NBYTES
-                recording = large or record
-                hook = self._full_hook(i, b, slot, large) if recording else self._lean_hook(i, b)
-                self._register(i, hook)
+            for i in plan.indices:
+                self._register(i, self._hook(i, b, self._order.append if record else None))
 
     def remove_hooks(self) -> None:
         """Take all hooks away."""
@@ -84,14 +74,12 @@ class GradReadyCounter:
         planned = (i for plan in plans for i in plan.indices)
         return list(dict.fromkeys((*self._order, *planned)))
 
-    def count(self, i: int, b: int, slot: int) -> None:
+    def count(self, i: int, b: int) -> None:
         """Count a gradient that its hook could not count."""
         self._order.append(i)
         self._ready[i] = 1
         listener = self._listener()
         assert listener is not None
-        if self._params[i].nbytes >= _LARGE_NBYTES:
-            listener.large_gradient_ready(b, slot)
         self.pending[b] -= 1
         if not self.pending[b]:
             listener.bucket_ready(b)
@@ -104,7 +92,7 @@ class GradReadyCounter:
         self._handles.append(self._user_hooks.register(param, hook))
         param.requires_grad_(not is_frozen)
 
-    def _lean_hook(self, i: int, b: int) -> _Hook:
+    def _hook(self, i: int, b: int, record: Callable[[int], None] | None) -> _Hook:
         # Runs once for each parameter and backward, so it is as short as it can be.
         ready, pending, find = self._ready, self.pending, self._listener
 
@@ -116,33 +104,11 @@ class GradReadyCounter:
                     listener.unexpected_gradient(i, b)
                 return
             ready[i] = 1
+            if record is not None:
+                record(i)
             left = pending[b] - 1
             pending[b] = left
             if not left and (listener := find()) is not None:
-                listener.bucket_ready(b)
-
-        return hook
-
-    def _full_hook(self, i: int, b: int, slot: int, large: bool) -> _Hook:
-        """The hook of a large gradient, and of all while their order is recorded."""
-        ready, pending, record = self._ready, self.pending, self._order.append
-        find = self._listener
-
-        def hook(param: nn.Parameter) -> None:
-            listener = find()
-            if listener is None:  # the wrapper was dropped: the module is a plain one again
-                return
-            if param.grad is None:
-                return  # an ``autograd.Function`` has returned None: the parameter has no gradient
-            if ready[i]:
-                listener.unexpected_gradient(i, b)
-                return
-            ready[i] = 1
-            record(i)
-            if large:
-                listener.large_gradient_ready(b, slot)
-            pending[b] -= 1
-            if not pending[b]:
                 listener.bucket_ready(b)
 
         return hook

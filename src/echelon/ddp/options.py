@@ -21,13 +21,14 @@ class DDPOptions:
     Law: the constructor of ``DDP`` has an argument of the same name, type and default for each.
 
     Attributes:
-        bucket_bytes: the cap of a bucket, in bytes that are sent.
-        first_bucket_bytes: the cap of the first bucket, which is launched first.
+        bucket_bytes: the cap of every bucket, in bytes of gradients as they are sent.
+        first_bucket_bytes: one more cap of the first bucket, which is launched first.
         sync: whether backward reduces gradients, or a call of the user.
         broadcast_buffers: whether buffers that changed are made equal again.
         init: how parameters become equal at the start.
         gradient_dtype: the dtype in which gradients are reduced; None: the parameter's.
         reduction: ``"mean"``, ``"sum"``, or the number that a sum is divided by.
+        check_replicas: after how many reductions parameters of ranks are compared; 0: never.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -37,9 +38,10 @@ class DDPOptions:
     init: Init = "broadcast"
     gradient_dtype: torch.dtype | None = None
     reduction: Reduction = "mean"
+    check_replicas: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "first_bucket_bytes"):
+        for name in ("bucket_bytes", "first_bucket_bytes", "check_replicas"):
             checks.integer(name, getattr(self, name))
         checks.one_of("sync", self.sync, get_args(Sync))
         checks.one_of("init", self.init, get_args(Init))

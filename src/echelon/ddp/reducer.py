@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -28,27 +28,23 @@ from echelon.comm.group import Group
 from echelon.comm.work import Work
 from echelon.ddp.buckets import (
     BUFFERS_CHANGED,
+    PARAMETERS_WRITTEN,
     TRAINABLE_CHANGED,
     Bucket,
     BucketPlan,
+    UnusedIndices,
     plan_buckets,
 )
 from echelon.ddp.grad_ready_counter import GradReadyCounter
 from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions
+from echelon.ddp.replicas import ReplicaCheck
 from echelon.errors import StateError
 from echelon.modules.autograd import Token, add_gradient, queue_end
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.parameters import TrainableParameters
 from echelon.modules.wrapper import check_may_sync
-
-
-class UnusedIndices(NamedTuple):
-    """As ``Unused``, with the indices of the parameters."""
-
-    here: list[int]
-    everywhere: list[int]
 
 
 @final
@@ -78,7 +74,8 @@ class Reducer:
     """Reduces the gradients of the parameters in ``named`` over ``group``.
 
     ``changed_buffers`` tells whether buffers of this rank differ from those that the ranks last
-    agreed on, and is called before each reduction; None: buffers are not watched.
+    agreed on, and is called before each reduction; None: buffers are not watched. ``replicas``
+    compares the parameters of ranks.
 
     Attributes:
         buckets: the buckets in the order in which they are launched; ``allocate`` makes them.
@@ -92,6 +89,7 @@ class Reducer:
         named: Sequence[tuple[str, nn.Parameter]],
         group: Group,
         options: DDPOptions,
+        replicas: ReplicaCheck,
         changed_buffers: Callable[[], bool] | None = None,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = ()
@@ -101,7 +99,7 @@ class Reducer:
         self._group = group
         self._named = list(named)
         self._options = options
-        self._changed_buffers = changed_buffers
+        self._replicas, self._changed_buffers = replicas, changed_buffers
         self._world_rank = group.ranks[group.rank]
         self._overlap = options.sync == "overlap"
         self._syncing = True
@@ -189,9 +187,12 @@ class Reducer:
         """Expect one gradient of every parameter."""
         self._discard_aborted()
         self._trainable.compare(at_once=True)
+        self._replicas.compare_if_written(at_once=True)
         backward.num_contributors = self._group.size
         if self.rounds is not None:
             backward.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
+        else:  # a rank without batches does not step, so its parameters are other ones
+            self._replicas.count_reduction()
         with torch.no_grad():
             if self._state.reduced:
                 self._state.check_unmixed(self.buckets, arrived)
@@ -204,11 +205,6 @@ class Reducer:
         self._backward = backward
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="begin")
-
-    def large_gradient_ready(self, b: int, slot: int) -> None:
-        """Copy a large gradient into its bucket at once."""
-        with torch.no_grad():
-            self.buckets[b].copy_gradient_in(slot)
 
     def bucket_ready(self, b: int) -> None:
         """Fill the buffer of a bucket, and launch all buckets that are ready, in their order."""
@@ -230,8 +226,8 @@ class Reducer:
             if self._syncing and self._overlap:
                 # The buckets may have been replaced since the hook was made, so ``b`` may be old.
                 b = next(b for b, plan in enumerate(self._plans) if i in plan.indices)
-                self._counter.count(i, b, self._plans[b].indices.index(i))
-        elif backward.synced and (b < len(backward.works) or self.buckets[b].casts):
+                self._counter.count(i, b)
+        elif backward.synced and (b < len(backward.works) or self._is_cast(b)):
             raise StateError(
                 f"parameter {self._named[i][0]!r} got a second gradient in one backward, after the "
                 f"first left with the {self.buckets[b].label}. Reentrant activation checkpointing "
@@ -239,12 +235,17 @@ class Reducer:
                 "backward under no_sync() and call sync_gradients() after it"
             )
 
+    def _is_cast(self, b: int) -> bool:
+        """Whether what will be reduced is a copy already, to which nothing can be added."""
+        return self.buckets[b].casts and not self._counter.pending[b]
+
     def _launch_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
         """All-reduce the next bucket; the flags say that ``missing`` slots have no gradient."""
         bucket = self.buckets[len(backward.works)]
         bucket.set_flags(missing)
         if bucket is self.buckets[-1]:
             bucket.notices[TRAINABLE_CHANGED] = self._trainable.changed()
+            bucket.notices[PARAMETERS_WRITTEN] = self._replicas.take_written()
         self._all_reduce_bucket(backward, missing)
 
     def _all_reduce_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
@@ -287,6 +288,7 @@ class Reducer:
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="end")
         self._trainable.compare(at_once=False)
+        self._replicas.compare_if_written(at_once=False)
         unused = set(self.unused.everywhere)
         indices = (i for bucket in self.buckets for i in bucket.indices)
         self._user_hooks.run(self._named[i][1] for i in indices if i not in unused)
@@ -322,6 +324,8 @@ class Reducer:
         if self._changed_buffers is not None and bool(notices[BUFFERS_CHANGED] != 0):
             self.buffers_changed = True
         self._trainable.take_answer(notices[TRAINABLE_CHANGED].view(1))
+        if self._replicas.is_on and self.rounds is None:
+            self._replicas.take_answer(notices[PARAMETERS_WRITTEN].view(1))
         return UnusedIndices(sorted(here), sorted(everywhere))
 
     # Without a backward ----------------------------------------------------------------------

@@ -1,26 +1,42 @@
-"""What makes ranks replicas: equal parameters, and buffers that are made equal again.
+"""What makes ranks replicas: parameters that stay equal, and buffers that are made equal again.
 
 [Note: when buffers are sent]
 A rank cannot know by itself whether the buffers of another rank have changed, and a broadcast that
 only some ranks issue hangs. So each rank writes whether its buffers have changed into a notice of
 the last gradient bucket. After the reduction all ranks read the same sum, so they agree without
 further communication. If it is not zero, the next forward in training mode sends the buffers.
+
+[Note: when parameters are compared]
+Replicas stay equal while all ranks take equal steps. A rank that clips alone, or a forward that
+writes what it has seen, parts them without a sign. A sum over the bits of all parameters reads
+memory once, and finds nearly every difference; it is compared in the reductions 2, 8, 32 and
+then in every ``check_replicas``-th one, so that it costs less than a thousandth of a step. If sums
+differ, hashes of each parameter say whether, and where, parameters do. All ranks count the same
+reductions. After a forward that wrote a parameter, a notice makes them compare at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from echelon.comm.agreement import compare
+from echelon.comm.buffers import is_expanded
 from echelon.comm.group import Group
 from echelon.ddp.buckets import compute_buckets
-from echelon.modules.parameters import is_claimed
-from echelon.ranges import pack
+from echelon.errors import StateError
+from echelon.modules.model_agreement import digest
+from echelon.modules.parameters import LateAnswer, is_claimed
+from echelon.ranges import Placement, pack
 from echelon.state.sharded_state import ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, whole
+
+_EARLY = (2, 8, 32)  # reductions in which parameters are compared all the same
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 @final
@@ -32,8 +48,8 @@ class TrackedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._slots = [
-            (submodule._buffers, name)
-            for submodule in module.modules()
+            (f"{path}.{name}".lstrip("."), submodule._buffers, name)
+            for path, submodule in module.named_modules()
             for name, buffer in submodule._buffers.items()
             if buffer is not None
         ]
@@ -43,9 +59,17 @@ class TrackedBuffers:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The buffers as they are now, with their names."""
+        return [
+            (full_name, tensor)
+            for full_name, buffers, name in self._slots
+            if (tensor := buffers.get(name)) is not None
+        ]
+
     def tensors(self) -> list[Tensor]:
         """The buffers as they are now."""
-        return [tensor for buffers, name in self._slots if (tensor := buffers[name]) is not None]
+        return [tensor for _, tensor in self.named()]
 
     def changed(self) -> bool:
         """Whether a buffer was replaced or written since ``remember``."""
@@ -61,32 +85,164 @@ class TrackedBuffers:
 
 
 @torch.no_grad()
-def broadcast_coalesced(
-    tensors: Sequence[Tensor], group: Group, src: int, bucket_bytes: int, label: str
+def broadcast_parameters(
+    params: Iterable[Tensor], group: Group, src: int, bucket_bytes: int
 ) -> None:
-    """Copy ``tensors`` of rank ``src`` to all ranks, in place, in a few large broadcasts."""
+    """Copy ``params`` of rank ``src`` to all ranks, in place, in a few large broadcasts."""
+    for members in _coalesced(list(params), bucket_bytes):
+        if len(members) == 1 and members[0].is_contiguous():
+            group.broadcast(members[0], src, label="parameters")
+            continue
+        flat, views, _ = _packed(members, group)
+        group.broadcast(flat, src, label="parameters")
+        if group.rank != src:
+            torch._foreach_copy_(members, views)
+
+
+@torch.no_grad()
+def broadcast_buffers(
+    named: Sequence[tuple[str, Tensor]], group: Group, src: int, bucket_bytes: int
+) -> None:
+    """Copy buffers of rank ``src`` to all ranks, in place, in a few large broadcasts.
+
+    A buffer that has the values of rank ``src`` already is not written: it may be a constant that
+    a graph has saved, or lie in memory that nobody may write.
+    """
+    fixed: list[Tensor] = []
+    for members in _coalesced([tensor for _, tensor in named], bucket_bytes):
+        flat, views, placement = _packed(members, group)
+        before = flat.clone()
+        group.broadcast(flat, src, label="buffers")
+        if group.rank != src:
+            changed = _changed_slots(before, flat, placement)
+            fixed += [members[i] for i in changed if is_expanded(members[i])]
+            changed = [i for i in changed if not is_expanded(members[i])]
+            if changed:
+                torch._foreach_copy_([members[i] for i in changed], [views[i] for i in changed])
+    for name, tensor in named:  # after the last broadcast, in which the other ranks take part
+        if any(tensor is other for other in fixed):
+            raise StateError(
+                f"buffer {name!r} was expanded, so several of its elements are one place in "
+                f"memory, and its values on rank {group.rank} are not those of rank {src}, which "
+                "cannot be written there: make it with .contiguous(), or with the same values on "
+                "every rank"
+            )
+
+
+def _changed_slots(before: Tensor, after: Tensor, placement: Placement) -> list[int]:
+    """The members of a packed buffer of which a bit has changed."""
+    words = _WORDS.get(before.element_size(), before.dtype)
+    changed = (before.view(words) != after.view(words)).nonzero().view(-1)
+    starts = torch.tensor(placement.starts, device=changed.device)
+    slots = torch.bucketize(changed, starts, right=True).unique() - 1
+    return [int(slot) for slot in slots.tolist()]
+
+
+def _coalesced(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """``tensors`` in parts of one dtype, of at most so many bytes."""
     buckets = compute_buckets(
         [tensor.nbytes for tensor in tensors],
         bucket_bytes,
         kinds=[tensor.dtype for tensor in tensors],
         order=range(len(tensors)),
     )
-    for bucket in buckets:
-        members = [tensors[i] for i in bucket]
-        if len(members) == 1 and members[0].is_contiguous():
-            group.broadcast(members[0], src, label=label)
-            continue
-        placement = pack([tensor.numel() for tensor in members])
-        flat = torch.empty(placement.numel, dtype=members[0].dtype, device=group.device)
-        views = [
-            flat[start : start + tensor.numel()].view(tensor.shape)
-            for start, tensor in zip(placement.starts, members, strict=True)
-        ]
-        # Also where they are replaced: a dry run, which receives nothing, goes on with its values.
-        torch._foreach_copy_(views, members)
-        group.broadcast(flat, src, label=label)
-        if group.rank != src:
-            torch._foreach_copy_(members, views)
+    return [[tensors[i] for i in bucket] for bucket in buckets]
+
+
+def _packed(members: list[Tensor], group: Group) -> tuple[Tensor, list[Tensor], Placement]:
+    """A copy of ``members`` end to end, its views in their shapes, and where each begins."""
+    placement = pack([tensor.numel() for tensor in members])
+    flat = torch.empty(placement.numel, dtype=members[0].dtype, device=group.device)
+    views = [
+        flat[start : start + tensor.numel()].view(tensor.shape)
+        for start, tensor in zip(placement.starts, members, strict=True)
+    ]
+    # Also where they are replaced: a dry run, which receives nothing, goes on with its values.
+    torch._foreach_copy_(views, members)
+    return flat, views, placement
+
+
+_ADVICE = (
+    "Replicas part when a rank changes parameters or gradients that the others do not: when it "
+    "clips, skips or steps alone, or when forward writes into a parameter what it has seen. Do the "
+    "same on all ranks (ec.clip_grad_norm_ is the same everywhere); model.broadcast_parameters(0) "
+    "makes them equal again, and check_replicas=0 leaves them as they are."
+)
+
+
+@final
+class ReplicaCheck:
+    """Compares the parameters of all ranks now and then; see the note.
+
+    Args:
+        named: the parameters that all ranks keep equal.
+        every: after how many reductions, once there were as many; 0: never.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, every: int) -> None:
+        self._named, self._group, self._every = list(named), group, every
+        self._num_reductions = 0
+        self._versions: list[int] = []
+        self._is_written = False  # by a forward of this rank, since ranks were told
+        self._answer = LateAnswer()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to compare."""
+        return self._every > 0 and self._group.size > 1
+
+    def begin_forward(self) -> None:
+        """Remember how often parameters were written."""
+        self._versions = [param._version for _, param in self._named]
+
+    def end_forward(self) -> None:
+        """Note whether the forward wrote into a parameter."""
+        if [param._version for _, param in self._named] != self._versions:
+            self._is_written = True
+
+    def take_written(self) -> bool:
+        """Whether a forward of this rank wrote since this was last asked."""
+        written, self._is_written = self._is_written, False
+        return written
+
+    def take_answer(self, answer: Tensor) -> None:
+        """Take the reduced ``take_written`` of all ranks: zero if no rank has."""
+        self._answer.take(answer)
+
+    def compare_if_written(self, *, at_once: bool) -> None:
+        """Compare if a forward of any rank wrote; as ``TrainableParameters.compare``."""
+        if self.is_on and self._answer.is_yes(at_once=at_once):
+            self.compare()
+
+    def count_reduction(self) -> None:
+        """Compare if it is time to. All ranks call it at the beginning of each reduction."""
+        n = self._num_reductions = self._num_reductions + 1
+        if self.is_on and (n % self._every == 0 or (n < self._every and n in _EARLY)):
+            self.compare()
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Raise a ModelMismatch on all ranks unless all have the same parameters."""
+        params = [param.detach() for _, param in self._named]
+        own_sum = torch.stack([_sum_of_bits(param) for param in params]).sum().reshape(1)
+        sums = own_sum.new_empty(self._group.size)
+        self._group.all_gather_single(sums, own_sum, label="sums of parameters")
+        if bool((sums == sums[0]).all()):
+            return
+        hashes = {name: digest(param) for name, param in self._named}
+        compare("the values of parameter", self._group.all_gather_object(hashes), _ADVICE)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of all 64-bit words of a tensor: exact, and as fast as memory is read."""
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    end = flat.numel() // 8 * 8
+    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
+        flat = flat.clone()
+    total = flat[:end].view(torch.int64).sum()
+    return total + flat[end:].sum() if end < flat.numel() else total
 
 
 def replicated_state(

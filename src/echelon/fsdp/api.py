@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce, wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -147,8 +148,9 @@ class FSDP(ShardedModule):
         _check_flat(options, group)
         checks.function("materialize", materialize, "a module", or_none=True)
         groups = HybridGroups.of(group, replicate)
-        check_model(module, group.device, meta=True)
         skipped = ignored_parameters(module, ignored)
+        size = prod(axis.size for axis in groups.groups)
+        check_model(module, group.device, size=size, ignored=skipped, meta=True)
         check_memory_of(module, skipped, "FSDP")
         rule = whole() if units is None else units
         plans = plan_units(module, rule, skipped)

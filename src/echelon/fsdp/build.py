@@ -23,8 +23,14 @@ from echelon.fsdp.storage import Storage
 from echelon.fsdp.storage_kinds import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.units import Member, UnitPlan
-from echelon.modules.model_agreement import Init
-from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
+from echelon.modules.model_agreement import Init, digest, has_plain_memory
+from echelon.state.initialization import (
+    Initializer,
+    ParameterPlace,
+    draw_seed,
+    nothing_to_materialize,
+    own_tensors,
+)
 
 # Units ---------------------------------------------------------------------------------------
 
@@ -268,6 +274,8 @@ class InitialValues:
         self._waiting = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
         self._initializer = Initializer(self._places, groups.shard.device, materialize)
         from_modules = [key for key, source in self._sources.items() if source is _Source.MODULE]
+        if materialize is not None and not from_modules:
+            raise nothing_to_materialize("on meta on all ranks")
         for key in from_modules:
             self._initializer.check(self._places[key])
         # Every rank draws once, so that equal random streams stay equal.
@@ -296,7 +304,21 @@ class InitialValues:
             if tensor.is_meta:
                 self._initializer.allocate(tensor)
             with torch.no_grad():
-                self._groups.broadcast(tensor.data, f"initial {place.name}")
+                self._receive(tensor, f"initial {place.name}")
+
+    def _receive(self, tensor: Tensor, label: str) -> None:
+        """Take rank 0's values; those of other classes stay, as in DDP.
+
+        A buffer that has them already is not written: it may lie in memory that nobody may write.
+        """
+        if isinstance(tensor, nn.Parameter):
+            if has_plain_memory(tensor):
+                self._groups.broadcast(tensor.data, label)
+            return
+        received = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._groups.broadcast(received, label)
+        if digest(received) != digest(tensor):
+            tensor.data.copy_(received)
 
     def finish(self) -> None:
         """Give ignored parameters and buffers their values, which are in no unit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Literal, final, get_args
 
@@ -141,6 +141,17 @@ class MixedPrecision:
                 f"MixedPrecision keep is {self.keep!r:.80}; give a tuple of module classes, "
                 "such as (nn.LayerNorm,)"
             )
+        if self.keep and compute is None:
+            raise ArgumentError(
+                f"MixedPrecision keep is {self.keep!r:.80} without compute: all modules compute in "
+                "their own dtype already. Give compute=torch.bfloat16, or leave keep out"
+            )
+        if self.keep_low_precision_grads and self.reduce is None:
+            raise ArgumentError(
+                "MixedPrecision keep_low_precision_grads is True without reduce: gradients are "
+                "reduced in the dtype of the shard already. Give reduce=torch.bfloat16, or leave "
+                "it out"
+            )
 
 
 @final
@@ -193,6 +204,25 @@ class FSDPOptions:
                 f"{self.strategy} keeps all parameters whole on the device, and {self.offload} "
                 "keeps none there between uses: use Offload.OPTIMIZER, or another strategy"
             )
+        self._refuse_what_does_nothing()
+
+    def _refuse_what_does_nothing(self) -> None:
+        """Refuse an option that the strategy leaves nothing to decide, unless it is off."""
+        default = {field.name: field.default for field in fields(self)}
+        inert: dict[str, tuple[object, ...]] = {}  # by name, the values that ask for nothing
+        reason = "parameters stay unsharded between forward and backward"
+        if not self.traits.reshards_after_forward:
+            inert["backward_prefetch"] = (BackwardPrefetch.NONE,)
+        if not self.traits.shards:
+            reason = "nothing is sharded"
+            inert |= {"layout": (), "min_num_params": (0,), "forward_prefetch": ()}
+        for name, off in inert.items():
+            value = getattr(self, name)
+            if value != default[name] and value not in off:
+                raise ArgumentError(
+                    f"{name} is {value!r} with {self.strategy}, which leaves it nothing to decide, "
+                    f"because {reason}: leave {name} out, or use another strategy"
+                )
 
     @property
     def traits(self) -> StrategyTraits:

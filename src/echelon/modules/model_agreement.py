@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from echelon.comm.agreement import ObjectGatherer, agree
@@ -19,11 +20,66 @@ from echelon.errors import ArgumentError
 Init = Literal["broadcast", "verify", "trust"]  # how parameters become equal at the start
 
 
-def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) -> None:
-    """Refuse a model that cannot be replicated over ranks on ``device``, by an ArgumentError.
+def has_plain_memory(tensor: Tensor) -> bool:
+    """Whether its elements lie in its memory, so that ranks can send, compare and shard them.
 
-    With ``meta``, parameters and buffers may be on the meta device.
+    DTensors and quantised weights that are classes of their own carry out operations themselves.
     """
+    return isinstance(tensor, FakeTensor) or (
+        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def check_model(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    size: int,
+    ignored: Collection[nn.Parameter],
+    meta: bool = False,
+) -> None:
+    """Refuse a model that cannot be shared by ``size`` ranks on ``device``, by an ArgumentError.
+
+    ``ignored`` parameters may be of any class. With ``meta``, parameters and buffers may be on the
+    meta device.
+    """
+    left_alone = {id(param) for param in ignored}
+    _check_modules(module, size, left_alone)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if not has_plain_memory(tensor):
+            if id(tensor) not in left_alone:
+                raise _not_plain(name, tensor)
+        else:
+            _check_tensor(name, tensor, device, meta=meta)
+    for name, param in module.named_parameters():
+        if has_plain_memory(param) and is_expanded(param):
+            raise ArgumentError(
+                f"parameter {name!r} was expanded: several of its {param.numel()} elements are one "
+                "place in memory, which no optimizer can update. Make it with .contiguous()"
+            )
+
+
+def _not_plain(name: str, tensor: Tensor) -> ArgumentError:
+    kind = type(tensor).__name__
+    if not isinstance(tensor, nn.Parameter):
+        do = "Give the buffer plain memory, or keep the tensor in an attribute that is no buffer"
+    elif hasattr(tensor, "placements"):  # a DTensor, whose module torch.distributed may not have
+        do = (
+            "Wrap the plain model, and let ec.Plan or torch's own fully_shard share it over "
+            "several axes; or name the parameter in ignored=, then its gradient is not reduced here"
+        )
+    else:
+        do = (
+            "Name the parameter, or its module, in ignored=: each rank then keeps the value that "
+            "it has, which must be the same on all ranks, and all other parameters train"
+        )
+    return ArgumentError(
+        f"{name!r} is a {kind}, a class of tensors with operations of its own, and ranks exchange "
+        f"the memory of plain tensors. {do}"
+    )
+
+
+def _check_modules(module: nn.Module, size: int, left_alone: Collection[int]) -> None:
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.SyncBatchNorm):
             raise ArgumentError(
@@ -42,33 +98,42 @@ def check_model(module: nn.Module, device: torch.device, *, meta: bool = False) 
                 f"module {name or type(submodule).__name__!r} makes sparse gradients, "
                 "and ranks exchange dense ones: build it with sparse=False"
             )
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor):
-            raise ArgumentError(
-                f"parameter {name!r} has no shape yet: run one batch through the model before "
-                "wrapping it"
-            )
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ArgumentError(
-                f"{name!r} is {tensor.dtype} with layout {tensor.layout}, and ranks exchange dense "
-                "tensors of plain numbers: make it one with .to_dense() or .dequantize()"
-            )
-        if tensor.is_inference():
-            raise ArgumentError(
-                f"{name!r} was made in inference mode, so it cannot be trained or broadcast: build "
-                "the model outside of torch.inference_mode()"
-            )
-        if tensor.device != device and not (meta and tensor.is_meta):
-            raise ArgumentError(
-                f"{name!r} is on {tensor.device} and the group is on {device}: "
-                f"move the model there before wrapping it"
-            )
-    for name, param in module.named_parameters():
-        if is_expanded(param):
-            raise ArgumentError(
-                f"parameter {name!r} was expanded: several of its {param.numel()} elements are one "
-                "place in memory, which no optimizer can update. Make it with .contiguous()"
-            )
+        if size > 1 and getattr(submodule, "max_norm", None) is not None:
+            _check_max_norm(name, submodule, left_alone)
+
+
+def _check_max_norm(name: str, module: nn.Module, left_alone: Collection[int]) -> None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) not in left_alone:
+        raise ArgumentError(
+            f"module {name or type(module).__name__!r} has max_norm={module.max_norm}, so its "
+            "forward writes the rows that it looks up, which differ from rank to rank: build it "
+            "without max_norm, and after optimizer.step() call weight.copy_(torch.renorm(weight, "
+            "2, 0, max_norm)) under torch.no_grad() on all ranks (in FSDP inside "
+            "full_parameters(writeback=True))"
+        )
+
+
+def _check_tensor(name: str, tensor: Tensor, device: torch.device, *, meta: bool) -> None:
+    if is_lazy(tensor):
+        raise ArgumentError(
+            f"parameter {name!r} has no shape yet: run one batch through the model before "
+            "wrapping it"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ArgumentError(
+            f"{name!r} is {tensor.dtype} with layout {tensor.layout}, and ranks exchange dense "
+            "tensors of plain numbers: make it one with .to_dense() or .dequantize()"
+        )
+    if tensor.is_inference():
+        raise ArgumentError(
+            f"{name!r} was made in inference mode, so it cannot be trained or broadcast: build "
+            "the model outside of torch.inference_mode()"
+        )
+    if tensor.device != device and not (meta and tensor.is_meta):
+        raise ArgumentError(
+            f"{name!r} is on {tensor.device} and the group is on {device}: "
+            f"move the model there before wrapping it"
+        )
 
 
 def option_facts(options: Any) -> dict[str, str]:
@@ -96,8 +161,8 @@ def check_agreement(
         "buffer": {name: _describe(buffer) for name, buffer in module.named_buffers()},
     }
     if values:
-        facts["the values of parameter"] = {n: _digest(p) for n, p in module.named_parameters()}
-        facts["the values of buffer"] = {n: _digest(b) for n, b in module.named_buffers()}
+        facts["the values of parameter"] = {n: digest(p) for n, p in module.named_parameters()}
+        facts["the values of buffer"] = {n: digest(b) for n, b in module.named_buffers()}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     by_rank = agree(ranks, {**facts, **(more or {})}, beside=on_meta)
@@ -114,7 +179,10 @@ def _describe(tensor: Tensor) -> str:
     return text
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """A hash of the values of a tensor, in the order of its elements."""
+    if not has_plain_memory(tensor):
+        return f"none, it is a {type(tensor).__name__}"
     if tensor.is_meta:
         return "none, it is on the meta device"
     data = flat_bytes(tensor).numpy()

@@ -218,6 +218,36 @@ class ParameterGuard:
 
 
 @final
+class LateAnswer:
+    """A number that ranks have reduced on their device, read when the host has it."""
+
+    def __init__(self) -> None:
+        self._copy: tuple[Tensor, streams.StreamEvent] | None = None
+
+    def take(self, answer: Tensor) -> None:
+        """Begin to copy it to the host."""
+        host = streams.host_memory(1, answer.dtype, answer.device)
+        host.copy_(answer, non_blocking=True)
+        self._copy = host, streams.current_stream(answer.device).record_event()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the host would have to wait for it."""
+        return self._copy is not None and not self._copy[1].query()
+
+    def is_yes(self, *, at_once: bool) -> bool:
+        """Whether it is there and not zero, once; ``at_once`` waits for it."""
+        if self._copy is None:
+            return False
+        answer, event = self._copy
+        if not (at_once or event.query()):
+            return False
+        self._copy = None
+        event.synchronize()
+        return bool(answer)
+
+
+@final
 class TrainableParameters:
     """Which parameters of a model require gradients, as its ranks have last agreed."""
 
@@ -226,7 +256,7 @@ class TrainableParameters:
         self._params = [param for _, param in named]
         self._ranks = ranks
         self._agreed = self._now()
-        self._answer: tuple[Tensor, streams.StreamEvent] | None = None
+        self._answer = LateAnswer()
 
     def _now(self) -> list[bool]:
         return list(map(_requires_grad, self._params))
@@ -237,9 +267,7 @@ class TrainableParameters:
 
     def take_answer(self, answer: Tensor) -> None:
         """Begin to copy the reduced ``changed`` of all ranks to the host: zero if no rank has."""
-        host = streams.host_memory(1, answer.dtype, answer.device)
-        host.copy_(answer, non_blocking=True)
-        self._answer = host, streams.current_stream(answer.device).record_event()
+        self._answer.take(answer)
 
     def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
         """Compare with the other ranks, if a rank has changed. All ranks call it.
@@ -249,14 +277,8 @@ class TrainableParameters:
         over what the others have. A difference is a ModelMismatch on every rank, which names the
         parameter.
         """
-        if self._answer is None:
-            return
-        answer, event = self._answer
-        if not (at_once or event.query() or self.changed()):
-            return
-        self._answer = None
-        event.synchronize()
-        if not bool(answer):
+        at_once = at_once or (self._answer.is_late and self.changed())
+        if not self._answer.is_yes(at_once=at_once):
             return
         frozen = [n for n, trained in zip(self._names, self._now(), strict=True) if not trained]
         by_rank = self._ranks.all_gather_object(frozen if has_batch else None)

@@ -108,7 +108,7 @@ class Pipeline(StagedModule):
     ) -> None:
         super().__init__()
         check_arguments(stages, group, microbatches, schedule, loss_fn, replicate, schedule_options)
-        PipelineOptions(
+        options = PipelineOptions(
             loss_reduction=loss_reduction,
             recompute=recompute,
             reduce_every=reduce_every,
@@ -126,6 +126,7 @@ class Pipeline(StagedModule):
         if isinstance(schedule, str):
             sizes = len(stages), microbatches, group.size
             schedule = make_schedule(schedule, *sizes, **schedule_options)
+        options.check_effects(schedule, loss_fn)
         modules = local_stages(schedule, stages, group, microbatches)
         check_memory_of_stages(stages, schedule.placement)
         check_devices(modules, group.device)

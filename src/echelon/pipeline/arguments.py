@@ -83,6 +83,23 @@ class PipelineOptions:
             checks.integer("window_nbytes", self.window_nbytes)
         checks.function("materialize", self.materialize, "a module", or_none=True)
 
+    def check_effects(self, schedule: Schedule, loss_fn: Callable[..., Any] | None) -> None:
+        """Refuse options that would do nothing."""
+        if loss_fn is None and self.loss_reduction != "mean":
+            raise ArgumentError(
+                f"loss_reduction is {self.loss_reduction!r} without a loss_fn, so there is no loss "
+                "of microbatches to reduce: give loss_fn, or leave loss_reduction out"
+            )
+        for name, is_given in (
+            ("recompute", self.recompute),
+            ("reduce_every", self.reduce_every != "step"),
+        ):
+            if is_given and not schedule.has_backward:
+                raise ArgumentError(
+                    f"{name} is {getattr(self, name)!r}, and schedule {schedule.name!r} has no "
+                    f"backward: leave {name} out, or use another schedule"
+                )
+
 
 def check_choices(
     stages: Sequence[nn.Module | None], options: Mapping[str, object], group: Group

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.stage_state import name_in_model
-from echelon.state.initialization import Initializer, ParameterPlace, draw_seed, own_tensors
+from echelon.state.initialization import (
+    Initializer,
+    ParameterPlace,
+    draw_seed,
+    nothing_to_materialize,
+    own_tensors,
+)
 
 
 def initialize(
@@ -42,6 +48,8 @@ def initialize(
         if text is not None:
             raise ArgumentError(f"rank {rank} cannot make values of its stages: {text}")
     if not any(has_meta for has_meta, _ in by_rank):
+        if materialize is not None:
+            raise nothing_to_materialize("on meta on any rank")
         return
     # One draw on every rank, so that equal random streams stay equal.
     seed: int = group.broadcast_object(draw_seed(), 0)

@@ -25,6 +25,14 @@ from echelon.comm import streams
 from echelon.errors import ArgumentError, StateError
 
 
+def nothing_to_materialize(what: str) -> ArgumentError:
+    """The error for ``materialize`` where it would not be called; ``what`` is not there."""
+    return ArgumentError(
+        f"materialize is given, and no parameter or buffer is {what}, so it would not be called: "
+        'build the model under `with torch.device("meta"):`, or leave materialize out'
+    )
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class ParameterPlace:
