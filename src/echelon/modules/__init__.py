@@ -11,5 +11,6 @@
 ``norms``              the norm of gradients of which each rank may have parts
 ``sharded_gradients``  gradients that know that they are shards, so that norms are right
 ``optimizer_hooks``    checks before each step of an optimizer
-``elementwise``        optimizers that need more than what one rank has
+``optimizer_trial``    whether an optimizer that sees parts trains the same model
+``partial_steps``      steps over parts, which are refused if they need more
 """
