@@ -25,6 +25,8 @@ from echelon.state.optimizer_state import (
 )
 from echelon.state.sharded_state import ShardsByParam
 from echelon.state.tensor_shard import TensorShard
+from echelon.values.decoding import decode
+from echelon.values.value_types import DTYPES
 
 _LEFT_OUT: Final = object()  # in the place of a state that does not fit; None is a value
 
@@ -49,16 +51,19 @@ class OptimizerLoader:
     ) -> None:
         self._name, self._optimizer, self._plan = name, optimizer, plan
         self._section = section
-        self._compare_class()
         ranges = ranges_of(name, optimizer, shards)
+        self._is_other = self._differs_in_class()
         self._options = self._match(ranges)
         self._states: dict[nn.Parameter, dict[str, Any]] = {}
+        self._converted: set[nn.Parameter] = set()
         self._before: dict[str, Any] | None = None
         for param, members in ranges.items():
-            if members:
+            if members and not self._is_other:
                 state = self._state_of(param, members)
                 if state is not None:
                     self._states[param] = state
+                if any(self._is_converted(shard) for shard in members):
+                    self._converted.add(param)
 
     @torch.inference_mode(mode=False)
     def install(self) -> None:
@@ -67,6 +72,8 @@ class OptimizerLoader:
         Raises:
             CheckpointError: the optimizer does not take them.
         """
+        if self._is_other:
+            return
         self._before = dict(vars(self._optimizer))
         try:
             self._install()
@@ -82,8 +89,12 @@ class OptimizerLoader:
             vars(self._optimizer).update(self._before)
 
     def _install(self) -> None:
-        install_states(self._optimizer, self._states, self._options)
+        where = f"{self._plan.path}: {self._name}.state_dict()"
+        extra = decode(self._section.get("extra", {}), {}, where)
+        install_states(self._optimizer, self._states, self._options, extra)
         for param, state in self._states.items():  # torch casts to the dtype of the parameter
+            if param in self._converted:
+                continue  # which has been converted itself
             installed = self._optimizer.state[param]
             for key, value in state.items():
                 if isinstance(value, Tensor):
@@ -91,13 +102,23 @@ class OptimizerLoader:
                     is_number = isinstance(cast, Tensor) and not value.dim()
                     installed[key] = value.to(cast.device) if is_number else value
 
-    def _compare_class(self) -> None:
-        """Note it if another optimizer was saved; Adam and AdamW take each other's state."""
+    def _differs_in_class(self) -> bool:
+        """Note it if another optimizer was saved, of which this one takes nothing.
+
+        Adam and AdamW take each other's state.
+        """
         here, saved = type(self._optimizer).__name__, self._section.get("class")
         options = {key for group in self._optimizer.param_groups for key in group_options(group)}
         saved_options = {key for group in self._section["groups"] for key in group["options"]}
         if saved not in (None, here) and saved_options and saved_options != options:
             self._plan.differing[self._name] = f"saved from {saved}, here {here}"
+            return True
+        return False
+
+    def _is_converted(self, shard: TensorShard) -> bool:
+        """Whether a parameter was saved in another dtype than it has here."""
+        saved = self._plan.find(shard.names)
+        return saved is not None and DTYPES[saved.dtype] != shard.values.dtype
 
     def _match(self, ranges: ShardsByParam) -> list[dict[str, Any]]:
         """For each group the options of the saved one that has its parameters."""
@@ -109,6 +130,8 @@ class OptimizerLoader:
             where = f"{self._name}.param_groups[{i}]"
             self._plan.used |= {f"{self._name}/{name}" for name in names & known}
             self._plan.missing += [f"{self._name}/{name}" for name in sorted(names - known)]
+            if self._is_other:
+                continue
             group = saved_group(names & known, i, saved)
             if group is None:
                 self._plan.differing[where] = (

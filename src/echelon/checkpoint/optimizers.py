@@ -19,6 +19,7 @@ from echelon.errors import ArgumentError, CheckpointCorrupt, UnsupportedError
 from echelon.state.optimizer_state import (
     StateEntry,
     entries_of,
+    extra_state,
     names_by_group,
 )
 from echelon.state.sharded_state import ShardsByParam
@@ -41,7 +42,7 @@ def optimizer_section(name: str, optimizer: Optimizer, shards: ShardsByParam) ->
         ArgumentError: it has a parameter of no model that is saved with it, or a value that cannot
             be saved.
         UnsupportedError: a state belongs to a parameter of which this rank has a part only, and is
-            not sharded like it.
+            not sharded like it; or ``state_dict()`` of the optimizer has what cannot be saved.
     """
     ranges = ranges_of(name, optimizer, shards)
     unflattened = {members[0] for members in ranges.values() if len(members) == 1}
@@ -65,6 +66,8 @@ def optimizer_section(name: str, optimizer: Optimizer, shards: ShardsByParam) ->
         if shard.replication is Replication.PER_RANK
     ]
     facts = {"class": type(optimizer).__name__, "groups": groups, "state": state, "own": per_rank}
+    if extra := extra_state(optimizer):
+        facts["extra"], _ = encode(extra, f"{name}.state_dict()")
     return Section(kind="optimizer", facts=facts, tensors=tuple(tensors))
 
 

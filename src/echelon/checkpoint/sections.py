@@ -5,7 +5,8 @@
     {"kind": "module",    "extras": {NAME: VALUE}}            what get_extra_state() returned
     {"kind": "optimizer", "class": "AdamW",
      "groups": [{"options": {NAME: ENTRY}, "params": [PARAM]}],
-     "state": {"values": {PARAM: {KEY: ENTRY}}, "by_rank": {PARAM: [{KEY: ENTRY} or null]}}}
+     "state": {"values": {PARAM: {KEY: ENTRY}}, "by_rank": {PARAM: [{KEY: ENTRY} or null]}},
+     "extra": X}                                          of what else state_dict() has; or absent
     {"kind": "object" | "value" | "random", VALUE}
 
     VALUE is "value": X, or "by_rank": [X of rank 0, X of rank 1, ...]; X as in ``values``
@@ -147,13 +148,32 @@ def _optimizers(name: str, by_rank: Mapping[int, Json]) -> Json:
                     )
                 names.append(param)
         groups.append({**first["groups"][i], "params": list(dict.fromkeys(names))})
-    return {"class": first["class"], "groups": groups, "state": _states(name, by_rank)}
+    merged = {"class": first["class"], "groups": groups, "state": _states(name, by_rank)}
+    for rank, facts in by_rank.items():
+        if facts.get("extra") != first.get("extra"):
+            raise StateError(
+                f"state_dict() of the optimizers {name!r} has other values beside the states on "
+                f"rank {rank}, {facts.get('extra')!r:.200}, than on rank {min(by_rank)}, "
+                f"{first.get('extra')!r:.200}: only what all ranks have alike can be saved"
+            )
+    if "extra" in first:
+        merged["extra"] = first["extra"]
+    return merged
 
 
 def _states(name: str, by_rank: Mapping[int, Json]) -> Json:
     """The states of parameters without their tensors; by rank where these may differ and do."""
     first: dict[str, Json] = {}
+    stepped = {param for facts in by_rank.values() for param in facts["state"]}
     for rank, facts in by_rank.items():
+        here = {param for group in facts["groups"] for param in group["params"]}
+        if lacking := sorted((here & stepped) - {*facts["state"], *facts["own"]}):
+            raise StateError(
+                f"the optimizers {name!r} of the ranks do not keep the same states: rank {rank} "
+                f"has none of {lacking[0]!r}, which it has in its groups, and another rank has "
+                "one. An optimizer that deals out its states among ranks cannot be saved here: "
+                "gather them into optimizer.state on all ranks, or save each rank's own in a file"
+            )
         for param, state in facts["state"].items():
             known = first.setdefault(param, state)
             if known != state and param not in facts["own"]:

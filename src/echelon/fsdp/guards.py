@@ -19,8 +19,9 @@ from echelon.errors import StateError
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.state_dict import Home, homes_of
 from echelon.fsdp.storage import Storage
-from echelon.modules.elementwise import Lacks, allow_other_steps, refuse_other_steps
 from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
+from echelon.modules.optimizer_trial import Cut
+from echelon.modules.partial_steps import allow_other_steps, refuse_other_steps
 from echelon.modules.sharded_tensor import is_part, sharding_of
 from echelon.modules.wrapper import no_assign
 
@@ -201,10 +202,11 @@ def _guard_steps(storages: Iterable[tuple[str, Storage]], hooks: Hooks) -> None:
         if storage.is_flat:
             add_step_check(storage.params, BehindFlatParameter(name, storage.params))
         if storage.sharded and storage.group.size > 1:
-            refuse_other_steps(params, "FSDP shards parameters", Lacks.TENSORS)
+            sharded = Cut.FLAT if storage.is_flat else Cut.ROWS if storage.rows else Cut.ELEMENTS
+            refuse_other_steps(params, "FSDP shards parameters", sharded)
         elif storage.is_flat or (storage.sharded and not storage.rows):
             what = "FSDP shows them parameters of one dim, unless with layout='rows'"
-            refuse_other_steps(params, what, Lacks.SHAPES)
+            refuse_other_steps(params, what, Cut.ONE_FLAT if storage.is_flat else Cut.ONE_DIM)
         if storage.sharded:
             waits = WaitForForwards(hooks)
             add_step_check(params, waits)

@@ -12,8 +12,9 @@ from echelon.checks import flag, mapping
 from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.modules.compiled import keep_plain_names
-from echelon.modules.elementwise import Lacks, refuse_other_steps
+from echelon.modules.optimizer_trial import Cut
 from echelon.modules.parameters import ModuleSnapshot
+from echelon.modules.partial_steps import refuse_other_steps
 from echelon.pipeline.shared_parameters import shared_parameters
 from echelon.pipeline.stage_state import (
     StageShards,
@@ -52,7 +53,7 @@ class StagedModule(nn.Module, HasShards):
             keep_plain_names(stage)
             if group.size > 1:
                 what = "a Pipeline gives each rank its stages"
-                refuse_other_steps(stage.parameters(), what, Lacks.PARAMETERS, owner=self)
+                refuse_other_steps(stage.parameters(), what, Cut.PARAMETERS, owner=self)
         self.stages = nn.ModuleDict({str(index): stage for index, stage in modules.items()})
         self._first_names = _first_names(stages)
         self._placement, self._group = placement, group

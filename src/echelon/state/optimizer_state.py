@@ -3,7 +3,8 @@
 ::
 
     {"state": {name: {key: whole tensor or number}},
-     "param_groups": [{"lr": ..., "params": [names]}]}
+     "param_groups": [{"lr": ..., "params": [names]}],
+     name: value of what else its own state_dict() has, such as a counter}
 
 It is the state of an optimizer over the plain model, and does not depend on the number of ranks or
 the layout of shards. There are three kinds of states:
@@ -115,6 +116,65 @@ def number_keys(states: Iterable[tuple[Shape, str, Any]]) -> set[str]:
 # Saving --------------------------------------------------------------------------------------
 
 
+def extra_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` has beyond the states of parameters and the groups.
+
+    That is a history, a counter or the like, which the optimizer needs to go on as it would have.
+
+    Raises:
+        UnsupportedError: it keeps states elsewhere than in ``optimizer.state``, or tensors that
+            belong to no parameter.
+    """
+    kind = type(optimizer)
+    own = {"_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"}
+    if kind.state_dict is Optimizer.state_dict and not any(
+        vars(optimizer).get(name) for name in own
+    ):
+        return {}
+    what = f"{kind.__name__}.state_dict()"
+    instead = (
+        "so it would not go on as it was: keep what belongs to a parameter in "
+        "optimizer.state[param] and other values as numbers, or save it in a file of its own"
+    )
+    try:
+        state_dict = optimizer.state_dict()
+    except Exception as error:
+        raise UnsupportedError(
+            f"{what} raises {type(error).__name__}: {error!s:.200}, {instead}"
+        ) from error
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        keys = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else "no dict"
+        raise UnsupportedError(
+            f"{what} does not have 'state' and 'param_groups' but {keys:.200}, {instead}"
+        )
+    states = [state for state in optimizer.state.values() if state]
+    saved = [state for state in state_dict["state"].values() if state]
+    if len(states) != len(saved):
+        raise UnsupportedError(
+            f"{what} has states of {len(saved)} parameters, and optimizer.state those of "
+            f"{len(states)}, {instead}"
+        )
+    extra = {
+        key: value for key, value in state_dict.items() if key not in ("state", "param_groups")
+    }
+    for key, value in extra.items():
+        if any(isinstance(item, Tensor) for item in _items_in(value)):
+            raise UnsupportedError(
+                f"{what} has tensors under {key!r}, which belong to no parameter, {instead}"
+            )
+    return copy.deepcopy(extra)
+
+
+def _items_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _items_in(item)
+    else:
+        yield value
+
+
 def gather_optimizer_state(optimizer: Optimizer, shards: ParameterShards) -> dict[str, Any]:
     """The full state of an optimizer over the parameters in ``shards``, by name, as copies.
 
@@ -205,7 +265,7 @@ def named_state_dict(
         {**group_options(group), "params": list(members)}
         for group, members in zip(optimizer.param_groups, names, strict=True)
     ]
-    return {"state": dict(state), "param_groups": groups}
+    return {**extra_state(optimizer), "state": dict(state), "param_groups": groups}
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +323,12 @@ def load_optimizer_state(
             joined = _joined(param, shards.get(param, ()), state, numbers)
             if joined is not None:
                 states[param] = joined
-    install_states(optimizer, states, [group_options(group) for group in groups])
+    extra = {
+        key: copy.deepcopy(value)
+        for key, value in state_dict.items()
+        if key not in ("state", "param_groups")
+    }
+    install_states(optimizer, states, [group_options(group) for group in groups], extra)
 
 
 def _matching_groups(
@@ -360,13 +425,15 @@ def install_states(
     optimizer: Optimizer,
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     options: Sequence[Mapping[str, Any]],
+    extra: Mapping[str, Any],
 ) -> None:
-    """Give an optimizer the states of its parameters, and options for each of its groups."""
+    """Give an optimizer the states of its parameters, options for each group, and ``extra``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = {param: i for i, param in enumerate(params)}
     # load_state_dict converts the tensors and runs the optimizer's own hooks.
     optimizer.load_state_dict(
         {
+            **extra,
             "state": {numbers[param]: dict(state) for param, state in states.items()},
             "param_groups": [
                 {**of_group, "params": [numbers[param] for param in group["params"]]}

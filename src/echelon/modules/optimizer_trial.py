@@ -1,0 +1,379 @@
+"""Whether an optimizer trains the same model where it sees parts of it: it is tried on small ones.
+
+::
+
+    whole   step step step ...        w 160 x 132, b 132, ...        what one process does
+    parts   step step step ...        w[:61]                         what one rank sees,
+            step step step ...        w[61:], b[:50]                 and what another sees
+
+The optimizer is copied twice or more over small tensors, and steps with the same gradients. If what
+it makes of the parts is what it makes of the whole, each element is updated by itself, or as far as
+the cut is concerned; then it may train shards. Otherwise it takes norms of whole tensors, their
+columns, dot products over all parameters or random numbers, and would train another model.
+
+The tensors are as large as the thresholds of optimizers ask for: some factor a moment from 128 rows
+on, some quantise from 4,096 elements on, some look at the whole every tenth step. Gradients and
+values of the parts differ by orders of magnitude, so that what is combined differs, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from echelon.process.background_threads import run_in_background
+
+# Of the gradients by step, and backwards for later parts: what looks at the largest or the mean so
+# far finds other ones in each part.
+_LOUDNESS = (1.0, 30.0, 0.03, 3.0, 100.0, 0.01, 0.3, 10.0, 0.001, 1.0, 50.0, 0.1)
+_SHAPES = {0: (), 1: (132,), 2: (160, 132), 3: (8, 5, 9), 4: (8, 5, 3, 3)}
+_SECOND_SHAPES = {0: (), 1: (7,), 2: (6, 4), 3: (4, 3, 2), 4: (4, 3, 2, 2)}
+_SHARE = 0.38  # of the first part: no multiple of anything
+# Rounding is some units in the last place of float32, in which some optimizers compute; what is
+# combined over parts differs by the factor between their gradients.
+_TOLERANCE = 1e-5
+_LR = 1e-3
+
+# Exactly these classes of torch are known to take each element by itself, and need no trial.
+_KNOWN = frozenset(
+    {
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
+        *(torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta),
+        *(torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Rprop),
+    }
+)
+
+
+class Cut(Enum):
+    """What of a model the optimizer of one rank sees."""
+
+    ROWS = "some rows of each tensor"
+    ELEMENTS = "some elements of each tensor, in one dim"
+    FLAT = "some elements of all tensors together, in one dim"
+    ONE_DIM = "each tensor in one dim"
+    ONE_FLAT = "all tensors together, in one dim"
+    PARAMETERS = "some of the tensors"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What an optimizer sees as one parameter: some elements of all stand-ins end to end."""
+
+    elements: Tensor
+    shape: tuple[int, ...]
+
+
+# Of one rank, by group of the optimizer.
+_Part = list[list[_Piece]]
+
+
+def why_parts_differ(optimizer: Optimizer, cut: Cut) -> str | None:
+    """What the steps of ``optimizer`` look at that is not in its part; None if there is nothing.
+
+    Nothing of ``optimizer`` changes. The result depends on its class, its groups and their
+    hyperparameters only, so ranks with equal ones get the same. It takes 10 to 1,000 ms.
+    """
+    if type(optimizer) in _KNOWN:
+        return None
+    # Hooks on all optimizers, such as those that count steps, ask whose thread they are on.
+    verdict: Future[str | None] = Future()
+
+    def decide() -> None:
+        try:
+            verdict.set_result(_Trial(optimizer, cut).reason())
+        except BaseException as error:
+            verdict.set_exception(error)
+
+    run_in_background("trial of an optimizer", decide).join()
+    return verdict.result()
+
+
+@final
+class _Trial:
+    """Trains copies of one optimizer on stand-ins of its parameters.
+
+    ``_kept`` has, by group, the parameters that have a stand-in, and ``_shapes`` their shapes.
+    """
+
+    def __init__(self, optimizer: Optimizer, cut: Cut) -> None:
+        self._optimizer, self._cut = optimizer, cut
+        self._kept: list[list[nn.Parameter | None]] = []
+        self._shapes: list[list[tuple[int, ...]]] = []
+        for group in optimizer.param_groups:
+            kept, shapes = _representatives(group["params"])
+            if kept and cut in (Cut.FLAT, Cut.ONE_FLAT, Cut.ONE_DIM):
+                # What is shown in one dim may have any number of dims.
+                kept = [kept[0], group["params"][1] if len(group["params"]) > 1 else None]
+                shapes = [_SHAPES[2], _SHAPES[1]]
+            self._kept.append(kept)
+            self._shapes.append(shapes)
+        numels = [math.prod(shape) for shapes in self._shapes for shape in shapes]
+        starts = torch.tensor([0, *numels]).cumsum(0).tolist()
+        indices = iter([torch.arange(a, b) for a, b in pairwise(starts)])
+        self._indices = [[next(indices) for _ in shapes] for shapes in self._shapes]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._device = params[0].device if params else torch.device("cpu")
+        generator = torch.Generator().manual_seed(0)
+        self._numel = sum(numels)
+        # Elements of later parts are larger, and their gradients smaller.
+        scale = torch.ones(self._numel, dtype=torch.float64)
+        for cut in (Cut.ROWS, Cut.ELEMENTS, Cut.FLAT, Cut.PARAMETERS):
+            for pieces in self._parts(cut)[1]:
+                for piece in pieces:
+                    scale[piece.elements] *= 3.0
+        values = torch.randn(self._numel, generator=generator, dtype=torch.float64)
+        self._values = values * scale
+        later = scale > 1
+        self._gradients = [
+            torch.randn(self._numel, generator=generator, dtype=torch.float64)
+            * torch.where(later, second, first)
+            / scale**2
+            for first, second in zip(_LOUDNESS, reversed(_LOUDNESS), strict=True)
+        ]
+
+    def reason(self) -> str | None:
+        """Why the parts become something else than the whole; None if they do not."""
+        if not self._numel:
+            return None
+        state = torch.default_generator.get_state()
+        try:
+            return self._reason()
+        finally:
+            torch.default_generator.set_state(state)
+
+    def _reason(self) -> str | None:
+        whole = self._whole()
+        with_closure = _needs_closure(self._optimizer)
+        try:
+            try:
+                expected = self._train(whole, with_closure=with_closure)
+            except Exception:
+                if with_closure:
+                    raise
+                with_closure = True
+                expected = self._train(whole, with_closure=True)
+        except Exception as error:
+            return f"something that could not be tried on small tensors ({_said(error)})"
+        if torch.equal(expected, self._values):
+            return "something that could not be tried: a trial of some steps changed nothing"
+        try:
+            if self._equal(self._cut, expected, with_closure=with_closure):
+                return None
+        except Exception as error:
+            return f"whole tensors, and fails on parts of them ({_said(error)})"
+        again = self._train(whole, with_closure=with_closure, seed=1)
+        if not torch.equal(again, expected):
+            return "random numbers, which are other ones for a part"
+        if not self._safely_equal(Cut.PARAMETERS, expected, with_closure=with_closure):
+            return "all parameters of the model at once"
+        by_rows = self._safely_equal(Cut.ROWS, expected, with_closure=with_closure)
+        return "whole rows of matrices" if by_rows else "whole tensors"
+
+    def _safely_equal(self, cut: Cut, expected: Tensor, *, with_closure: bool) -> bool:
+        try:
+            return self._equal(cut, expected, with_closure=with_closure)
+        except Exception:
+            return False  # it is refused already; this only finds the words
+
+    def _equal(self, cut: Cut, expected: Tensor, *, with_closure: bool) -> bool:
+        for part in self._parts(cut):
+            found = self._train(part, with_closure=with_closure)
+            for piece in (piece for pieces in part for piece in pieces):
+                at = piece.elements
+                moved = (expected[at] - self._values[at]).abs().max().item() if len(at) else 0.0
+                largest = self._values[at].abs().max().item() if len(at) else 0.0
+                error = (found[at] - expected[at]).abs().max().item() if len(at) else 0.0
+                if not error <= _TOLERANCE * moved + 1e-14 * largest:
+                    return False
+        return True
+
+    # Cuts ------------------------------------------------------------------------------------
+
+    def _whole(self) -> _Part:
+        return [
+            [_Piece(index, shape) for index, shape in zip(indices, shapes, strict=True)]
+            for indices, shapes in zip(self._indices, self._shapes, strict=True)
+        ]
+
+    def _parts(self, cut: Cut) -> list[_Part]:
+        """What each of one or two ranks sees."""
+        groups = [
+            list(zip(*pair, strict=True)) for pair in zip(self._indices, self._shapes, strict=True)
+        ]
+        if cut is Cut.ONE_DIM:
+            return [[[_piece(index) for index, _ in group] for group in groups]]
+        if cut in (Cut.FLAT, Cut.ONE_FLAT):
+            nothing = torch.zeros(0, dtype=torch.long)
+            flat = [torch.cat([nothing, *(index for index, _ in group)]) for group in groups]
+            ends = [[0, round(_SHARE * len(f)), len(f)] for f in flat]
+            if cut is Cut.ONE_FLAT:
+                return [[[_piece(index)] for index in flat]]
+            return [
+                [[_piece(f[end[k] : end[k + 1]])] for f, end in zip(flat, ends, strict=True)]
+                for k in range(2)
+            ]
+        if cut is Cut.PARAMETERS:
+            return [
+                [
+                    [_Piece(*pair) for i, pair in enumerate(group) if (i + g) % 2 == k]
+                    for g, group in enumerate(groups)
+                ]
+                for k in range(2)
+            ]
+        split = _split_rows if cut is Cut.ROWS else _split_elements
+        return [[[split(*pair)[k] for pair in group] for group in groups] for k in range(2)]
+
+    # Training --------------------------------------------------------------------------------
+
+    def _train(self, part: _Part, *, with_closure: bool, seed: int = 0) -> Tensor:
+        """The values of all stand-ins after some steps over those of ``part``."""
+        torch.default_generator.manual_seed(seed)
+        params = [
+            [
+                nn.Parameter(self._values[piece.elements].view(piece.shape).to(self._device))
+                for piece in pieces
+            ]
+            for pieces in part
+        ]
+        optimizer = self._copy(params)
+        pairs = [
+            (param, piece)
+            for ours, pieces in zip(params, part, strict=True)
+            for param, piece in zip(ours, pieces, strict=True)
+        ]
+        for step, gradients in enumerate(self._gradients):
+
+            def closure(gradients: Tensor = gradients, step: int = step) -> Tensor:
+                for param, piece in pairs:
+                    gradient = gradients[piece.elements].view(piece.shape).to(param)
+                    param.grad = gradient + 0.01 * param.detach()
+                return torch.tensor(1.0 / (step + 1), dtype=torch.float64, requires_grad=True)
+
+            with torch.enable_grad():
+                closure()
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                optimizer.step()
+        result = self._values.clone()
+        for param, piece in pairs:
+            result[piece.elements] = param.detach().reshape(-1).to(result)
+        return result
+
+    def _copy(self, params: list[list[nn.Parameter]]) -> Optimizer:
+        """A copy of the optimizer over ``params``, by group, without a state."""
+        memo: dict[int, Any] = {}
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                memo[id(param)] = nn.Parameter(torch.empty(0))
+        for kept, ours in zip(self._kept, params, strict=True):
+            # In a part there may be fewer, such as one flat parameter.
+            for original, param in zip(kept, ours, strict=False):
+                if original is not None:
+                    memo[id(original)] = param
+        clone = _copy_optimizer(self._optimizer, memo)
+        for group, ours in zip(clone.param_groups, params, strict=True):
+            group["params"][:] = ours  # the same list may be known by other names
+            if "lr" in group and float(group["lr"]) == 0:  # the first step of a warm-up
+                usual = group.get("initial_lr") or self._optimizer.defaults.get("lr") or _LR
+                group["lr"] = group["lr"] * 0 + usual
+        return clone
+
+
+def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """A copy with all attributes, which ``copy.deepcopy`` would leave out."""
+    clone = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = clone
+    for value in vars(optimizer).values():
+        for inner in _optimizers_in(value):
+            if id(inner) not in memo:
+                _copy_optimizer(inner, memo)
+        if isinstance(value, nn.Module):
+            raise TypeError("it refers to a module")
+    attributes = vars(clone)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            attributes[name] = OrderedDict()  # hooks of users
+        elif name == "state" and isinstance(value, dict):
+            attributes[name] = memo.setdefault(id(value), defaultdict(dict))
+        elif name not in ("step", "zero_grad"):  # which others have replaced, such as schedulers
+            attributes[name] = copy.deepcopy(value, memo)
+    return clone
+
+
+def _optimizers_in(value: Any) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _optimizers_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _optimizers_in(item)
+
+
+def _representatives(
+    params: Sequence[nn.Parameter],
+) -> tuple[list[nn.Parameter | None], list[tuple[int, ...]]]:
+    """One parameter for each number of dims, and two where that is possible; their stand-ins.
+
+    A single parameter gets a second stand-in, which is there for nobody.
+    """
+    kept: list[nn.Parameter | None] = []
+    shapes: list[tuple[int, ...]] = []
+    for number, by_dims in enumerate((_SHAPES, _SECOND_SHAPES)):
+        seen: dict[int, int] = {}
+        for param in params:
+            dims = param.dim()
+            seen[dims] = seen.get(dims, 0) + 1
+            if seen[dims] == number + 1:
+                kept.append(param)
+                shapes.append(by_dims.get(dims, (2,) * dims))
+    if len(kept) == 1:
+        kept.append(None)
+        dims = len(shapes[0])
+        shapes.append(_SECOND_SHAPES.get(dims, (2,) * dims))
+    return kept, shapes
+
+
+def _piece(elements: Tensor) -> _Piece:
+    return _Piece(elements, (len(elements),))
+
+
+def _split_rows(elements: Tensor, shape: tuple[int, ...]) -> list[_Piece]:
+    if not shape:
+        return [_Piece(elements, shape), _piece(elements[:0])]
+    rows = round(_SHARE * shape[0])
+    by_row = elements.view(shape[0], -1)
+    return [
+        _Piece(part.reshape(-1), (len(part), *shape[1:])) for part in (by_row[:rows], by_row[rows:])
+    ]
+
+
+def _split_elements(elements: Tensor, shape: tuple[int, ...]) -> list[_Piece]:
+    end = round(_SHARE * len(elements))
+    if len(shape) == 1:
+        end = 0  # flat layouts give small parameters to one rank
+    return [_piece(elements[:end]), _piece(elements[end:])]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error) or 'no text'}"[:200].replace("\n", " ")

@@ -1,0 +1,79 @@
+"""Steps of optimizers over parts of a model, which are refused if they need more than the parts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import final
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from echelon.errors import UnsupportedError
+from echelon.modules.optimizer_hooks import (
+    StepCheck,
+    add_step_check,
+    has_step_check,
+    remove_step_check,
+)
+from echelon.modules.optimizer_trial import Cut, why_parts_differ
+
+# By optimizer, its parameters when it was tried, and the verdicts.
+_tried: WeakKeyDictionary[Optimizer, tuple[list[list[int]], dict[Cut, str | None]]] = (
+    WeakKeyDictionary()
+)
+
+
+@final
+class _NeedsNoMore(StepCheck):
+    """Refuses the steps of optimizers that look at more than what a rank has."""
+
+    def __init__(self, what: str, cut: Cut, *, owner: nn.Module | None) -> None:
+        self._what, self._cut = what, cut
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._owner is not None and self._owner() is None:
+            return
+        needs = _needs(optimizer, self._cut)
+        if needs is None:
+            return
+        name = type(optimizer).__name__
+        advice = "use an optimizer that takes each element by itself, such as AdamW, or ec.DDP"
+        if self._cut is Cut.ELEMENTS and _needs(optimizer, Cut.ROWS) is None:
+            advice = "wrap with layout='rows', whose shards have the rows that it needs, or ec.DDP"
+        raise UnsupportedError(
+            f"a step of {name} looks at {needs}, and {self._what}, so the ranks would train "
+            f"something else: {advice}, where every rank has the whole model"
+        )
+
+
+def _needs(optimizer: Optimizer, cut: Cut) -> str | None:
+    """What ``optimizer`` needs beyond its parts, tried once for its parameters."""
+    ids = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+    known = _tried.get(optimizer)
+    if known is None or known[0] != ids:
+        known = _tried[optimizer] = ids, {}
+    if cut not in known[1]:
+        known[1][cut] = why_parts_differ(optimizer, cut)
+    return known[1][cut]
+
+
+def refuse_other_steps(
+    params: Iterable[nn.Parameter], what: str, cut: Cut, *, owner: nn.Module | None = None
+) -> None:
+    """Refuse optimizers that need more than what ``cut`` leaves, when they step over ``params``.
+
+    ``what`` is the reason, such as ``"FSDP shards parameters"``. Where this rank lacks parameters
+    only, a stricter check that is there already stays. The check ends when ``owner`` is gone; None:
+    with ``allow_other_steps``.
+    """
+    if cut is Cut.PARAMETERS:
+        params = [param for param in params if not has_step_check(param, _NeedsNoMore)]
+    add_step_check(params, _NeedsNoMore(what, cut, owner=owner))
+
+
+def allow_other_steps(params: Iterable[nn.Parameter]) -> None:
+    """Allow all optimizers again: this rank has the whole model."""
+    remove_step_check(params, _NeedsNoMore)
