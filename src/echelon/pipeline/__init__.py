@@ -10,6 +10,7 @@ Of the names here only ``split`` needs torch, which it imports when it is first 
 ``arguments``             checks its arguments, and that all ranks have the same
 ``execute``               runs the actions of a rank; start reading here
 ``stage``                 one stage: forward, backward, and the two halves of a backward
+``recomputed_buffers``    buffers of a stage whose forward runs again in backward
 ``weight_gradients``      gradients of large weights: added in place, or deferred
 ``data_parallel``         what UNSHARD, RESHARD and REDUCE do to a stage in ``DDP`` or ``FSDP``
 ``microbatch``            splits a batch into microbatches
