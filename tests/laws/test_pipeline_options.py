@@ -172,6 +172,37 @@ def window_nbytes_bounds_what_is_whole(world: World) -> None:
     assert gathers[0] < gathers[1]
 
 
+class Masked(nn.Module):
+    """Adds up a table of which every row needs all."""
+
+    def forward(self, x: Tensor, table: Tensor | None = None, *, mask: Any = None) -> Tensor:
+        return x * (1.0 if table is None else table.sum()) + (0.0 if mask is None else mask.sum())
+
+
+@option("Pipeline.args_chunk_spec", "Pipeline.kwargs_chunk_spec", "Pipeline.target_chunk_spec")
+def chunk_specs_say_what_every_microbatch_gets_whole(world: World) -> None:
+    x, y = batch(8)
+    table = torch.arange(8.0, dtype=torch.float64)
+    whole = ec.pipeline.Replicate()
+    for name, spec, args, target, kwargs in (
+        ("args", (None, whole), (x, table), y, {}),
+        ("kwargs", {"mask": whole}, (x,), y, {"mask": table}),
+        ("target", (None, whole), (x,), (y, table), {}),
+    ):
+        losses = []
+        for options in ({f"{name}_chunk_spec": spec}, {}):
+            pipe = pipeline(
+                world,
+                stages=[Masked(), Masked()],
+                loss_fn=lambda out, y: mse(out, y) if isinstance(y, Tensor) else y[1].sum(),
+                **options,
+            )
+            losses.append(pipe.eval_step(*args, target=target, loss_everywhere=True, **kwargs))
+        assert losses[0] != losses[1], name
+        if name == "target":
+            assert losses[0] == table.sum()
+
+
 # --- step, eval_step, forward, measure -----------------------------------------------------------
 
 
@@ -210,6 +241,14 @@ def what_a_call_is_given_is_used(world: World) -> None:
             assert (losses[1] is None) == (world.rank == 0)
         if world.rank:
             torch.testing.assert_close(found, value)
+
+
+@option("forward.outputs_everywhere")
+def outputs_are_where_they_are_asked_for(world: World) -> None:
+    pipe = pipeline(world)
+    x, _ = batch(8)
+    assert (pipe(x) is None) == (world.rank == 0)
+    assert pipe(x, outputs_everywhere=True).shape == (8, 6)
 
 
 @option("step.weights")

@@ -2,7 +2,7 @@
 
 ``schedule`` or ``Schedule.from_csv`` → ``check`` → ``simulate`` and ``choose`` → ``lower``.
 ``judge`` says of a schedule that anybody wrote whether it can run.
-Of the names here only ``split`` needs torch, which it imports when it is first used.
+Of the names here ``split`` and the specs of chunks import torch when they are first used.
 
 ``schedules``             which rank does what in which order, as data without torch
 ``splitting``             cuts a model into stages
@@ -10,8 +10,10 @@ Of the names here only ``split`` needs torch, which it imports when it is first 
 ``arguments``             checks its arguments, and that all ranks have the same
 ``execute``               runs the actions of a rank; start reading here
 ``stage``                 one stage: forward, backward, and the two halves of a backward
+``recomputed_buffers``    buffers of a stage whose forward runs again in backward
 ``weight_gradients``      gradients of large weights: added in place, or deferred
 ``data_parallel``         what UNSHARD, RESHARD and REDUCE do to a stage in ``DDP`` or ``FSDP``
+``chunk_spec``            which tensors are cut into microbatches
 ``microbatch``            splits a batch into microbatches
 ``boundary``              values between two stages: any nesting, as a spec and tensors
 ``packed_message``        small tensors packed into one message
@@ -20,6 +22,7 @@ Of the names here only ``split`` needs torch, which it imports when it is first 
 ``shared_parameters``     tied weights of several stages, and their gradients
 ``stage_initialization``  first values of stages on the meta device
 ``stage_state``           state dicts and shards of stages by the names of the model
+``returned_values``       losses and outputs, on the last rank or on all
 ``staged_module``         the part of ``Pipeline`` that does not train
 ``measure``               when actions ran, and what they cost
 ``pipeline_view``         what ``ec.show`` says about a ``Pipeline``
@@ -44,6 +47,7 @@ from echelon.pipeline.schedules.waits import Wait, WaitCause, WaitRule
 from echelon.pipeline.splitting.partition import partition
 
 if TYPE_CHECKING:
+    from echelon.pipeline.chunk_spec import Replicate, TensorChunkSpec
     from echelon.pipeline.splitting.split import split
 
 __all__ = [
@@ -55,10 +59,12 @@ __all__ = [
     "Kind",
     "Measurement",
     "Pair",
+    "Replicate",
     "Schedule",
     "ScheduleVerdict",
     "Simulation",
     "Step",
+    "TensorChunkSpec",
     "Timeline",
     "Wait",
     "WaitCause",
@@ -78,7 +84,11 @@ __all__ = [
 ]
 
 # Those that need torch, and where they live: in no module of the same name, which would hide them.
-_LATE = {"split": "echelon.pipeline.splitting.split"}
+_LATE = {
+    "Replicate": "echelon.pipeline.chunk_spec",
+    "TensorChunkSpec": "echelon.pipeline.chunk_spec",
+    "split": "echelon.pipeline.splitting.split",
+}
 
 
 def __getattr__(name: str) -> Any:

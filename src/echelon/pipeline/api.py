@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, final
 
-import torch
 from torch import Tensor, nn
 
+from echelon.checks import flag
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.launch.run import entered
@@ -21,12 +21,14 @@ from echelon.pipeline.arguments import (
     check_devices,
     local_stages,
 )
+from echelon.pipeline.chunk_spec import ChunkSpecs
 from echelon.pipeline.data_parallel import ReduceEvery, StageCollectives
 from echelon.pipeline.execute import Executor
 from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
-from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss, join_microbatches
+from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss
 from echelon.pipeline.pipeline_view import pipeline_view
+from echelon.pipeline.returned_values import LastStage, loss_of, output_of
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import WEIGHT, Schedule
 from echelon.pipeline.schedules.passes import forwards_only, lower_once
@@ -57,6 +59,11 @@ class Pipeline(StagedModule):
         loss_reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
         recompute: whether stages keep their inputs only, and run again in backward.
+        args_chunk_spec: for each positional argument ``ec.pipeline.Replicate()``, of which every
+            microbatch gets the whole, ``ec.pipeline.TensorChunkSpec(0)``, which has rows, or None:
+            a tensor whose dim 0 is as long as the batch has rows. What is unclear is refused.
+        kwargs_chunk_spec: the same for keyword arguments, by name.
+        target_chunk_spec: the same for the target.
         materialize: gives values to a module whose parameters are on the meta device; its
             ``reset_parameters()`` if None. Only the stages of this rank get memory.
         reduce_every: for stages in ``DDP`` or ``FSDP``: ``"step"`` reduces gradients once, by the
@@ -100,6 +107,9 @@ class Pipeline(StagedModule):
         loss_fn: Loss | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
         recompute: bool = False,
+        args_chunk_spec: Sequence[Any] | None = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        target_chunk_spec: Any = None,
         materialize: Callable[[nn.Module], None] | None = None,
         reduce_every: ReduceEvery = "step",
         window_nbytes: int | None = None,
@@ -108,6 +118,7 @@ class Pipeline(StagedModule):
     ) -> None:
         super().__init__()
         check_arguments(stages, group, microbatches, schedule, loss_fn, replicate, schedule_options)
+        specs = ChunkSpecs(args=args_chunk_spec, kwargs=kwargs_chunk_spec, target=target_chunk_spec)
         options = PipelineOptions(
             loss_reduction=loss_reduction,
             recompute=recompute,
@@ -121,6 +132,7 @@ class Pipeline(StagedModule):
             "loss_reduction": loss_reduction,
             "reduce_every": reduce_every,
             "window_nbytes": window_nbytes,
+            **specs.facts(),
         }
         check_choices(stages, choices, group)
         if isinstance(schedule, str):
@@ -141,12 +153,13 @@ class Pipeline(StagedModule):
         check_agreement(lowered, group)
         self._group, self._replicate = group, replicate
         self._schedule, self._loss_fn = schedule, loss_fn
-        self._batches = BatchSplitter(group, schedule, loss_reduction)
+        self._batches = BatchSplitter(group, schedule, loss_reduction, specs)
         self._shared_parameters = find_shared_parameters(
             stages, schedule.placement, group, replicate
         )
         num_ranks = self._collectives.num_ranks
         self._attach(modules, stages, schedule.placement, group, replicate, num_ranks)
+        self._last = LastStage(group, schedule.placement[-1])
         self._to_previous, self._to_next = links_of(schedule.placement, group, microbatches)
         self._train_executor = self._executor(lowered)
         self._eval_executors: dict[int, Executor] = {}
@@ -221,7 +234,7 @@ class Pipeline(StagedModule):
             shared.reduce()
         if self._group.size > 1:
             mark_stage_gradients(p.grad for p in self._local_params() if p.grad is not None)
-        return self._loss_of(batch, everywhere=loss_everywhere, call="step")
+        return loss_of(batch, self._last, everywhere=loss_everywhere, call="step")
 
     def eval_step(
         self, *args: Any, target: Any = None, loss_everywhere: bool = False, **kwargs: Any
@@ -229,16 +242,17 @@ class Pipeline(StagedModule):
         """The loss of one batch, of any size, without gradients. All ranks call it."""
         loss_fn = self._needs_loss("eval_step")
         batch = self._evaluate(args, kwargs, target, loss_fn)
-        return self._loss_of(batch, everywhere=loss_everywhere, call="eval_step")
+        return loss_of(batch, self._last, everywhere=loss_everywhere, call="eval_step")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, outputs_everywhere: bool = False, **kwargs: Any) -> Any:
         """The output of the model, without gradients, on the rank of the last stage; else None.
 
-        All ranks call it; the batch may have any size.
+        All ranks call it; the batch may have any size. With ``outputs_everywhere`` the rank of the
+        last stage gives its output to all others.
         """
-        outputs = self._evaluate(args, kwargs, None, None).outputs
-        _explain_forward(self._schedule.placement[-1])
-        return join_microbatches([outputs[i] for i in sorted(outputs)]) if outputs else None
+        flag("outputs_everywhere", outputs_everywhere)
+        batch = self._evaluate(args, kwargs, None, None)
+        return output_of(batch, self._last, everywhere=outputs_everywhere)
 
     def _needs_loss(self, call: str) -> Loss:
         if self._loss_fn is None:
@@ -275,19 +289,6 @@ class Pipeline(StagedModule):
                 f"different points of it ({type(self._failure).__name__}: {self._failure}): let "
                 "that error end the rank, and start a new world"
             ) from self._failure
-
-    def _loss_of(self, batch: Batch, *, everywhere: bool, call: str) -> Tensor | None:
-        loss = None
-        if batch.losses:
-            loss = torch.stack([batch.losses[i] for i in sorted(batch.losses)]).sum()
-        if not everywhere:
-            if loss is None:
-                _explain_none(call, self._schedule.placement[-1])
-            return loss
-        loss_on_cpu: Tensor = self._group.broadcast_object(
-            None if loss is None else loss.cpu(), self._schedule.placement[-1]
-        )
-        return loss_on_cpu.to(self._group.device)
 
     # The model -------------------------------------------------------------------------------
 
@@ -357,43 +358,3 @@ def _make_stages(
         index: Stage(module, index, splits=splits, recomputes=recomputes, reduce_every=reduce_every)
         for index, module in modules.items()
     }
-
-
-# --- notes on errors that a returned None or output causes ---------------------------------------
-# Python and torch raise these errors themselves, so they get a note when they end the rank.
-
-_NO_GRADIENT = "does not require grad and does not have a grad_fn"  # torch's own words
-
-_TRAIN = (
-    "To train, let all ranks call loss = pipe.step(x, target=y), which runs backward itself, with "
-    "the loss as Pipeline(..., loss_fn=...); loss_everywhere=True gives it to all ranks"
-)
-
-
-def _explain_none(call: str, rank: int) -> None:
-    """Add a note to errors that the None of ``call`` causes; ``rank`` has the last stage."""
-    _explain(
-        f"pipe.{call}(...) gave None on this rank: the loss is on rank {rank} of the pipeline, "
-        f"which has the last stage. pipe.{call}(..., loss_everywhere=True) gives it to all ranks"
-    )
-
-
-def _explain_forward(rank: int) -> None:
-    """Add a note to errors that the result of ``pipe(x)`` causes; ``rank`` has the last stage."""
-    _explain(
-        f"pipe(...) gives the output of the model on rank {rank} of the pipeline, which has the "
-        f"last stage, and None elsewhere; it has no gradients. {_TRAIN}"
-    )
-
-
-def _explain(text: str) -> None:
-    world = entered()
-    if world is None:
-        return
-
-    def hint(error: BaseException) -> str | None:
-        is_of_none = isinstance(error, AttributeError | TypeError) and "NoneType" in str(error)
-        is_of_graph = isinstance(error, RuntimeError) and _NO_GRADIENT in str(error)
-        return text if is_of_none or is_of_graph else None
-
-    world.hints["Pipeline"] = hint

@@ -1,8 +1,8 @@
 """Splits a batch into microbatches: inputs on the rank of the first stage, targets on the last.
 
-Every tensor in the arguments is split along dim 0; the first microbatches have one row more if the
-rows are not divisible. Every microbatch gets all values that are not tensors. The mean over the
-batch is the sum of the means of the microbatches, each weighted by its share of the rows.
+Tensors with rows are split along dim 0; ``chunk_spec`` says which they are. The first microbatches
+have one row more if the rows are not divisible. Every microbatch gets all other values. The mean
+over the batch is the sum of the means of the microbatches, each weighted by its share of the rows.
 
 The ranks exchange how many rows they have before any of them begins, so that a batch that one rank
 cannot use is an error on all of them.
@@ -23,6 +23,15 @@ from torch.utils import _pytree as pytree
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.modules.autograd import in_other_differentiation
+from echelon.pipeline.chunk_spec import (
+    ChunkSpecs,
+    NamedLeaf,
+    TensorChunkSpec,
+    batch_tensor,
+    declared_rows,
+    named_leaves,
+    option_for,
+)
 from echelon.pipeline.schedules.ir import Schedule
 from echelon.ranges import shard_range
 
@@ -36,8 +45,16 @@ class Microbatches:
     num_rows: tuple[int, ...]
 
 
-def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches:
-    """Split every tensor of ``batch``, which errors call ``what``, into ``num_parts`` views.
+def split_batch(
+    batch: Any, num_parts: int, what: str = "input", *, spec: Any = None, total: int | None = None
+) -> Microbatches:
+    """Split the tensors of ``batch`` that have rows into ``num_parts`` views.
+
+    Args:
+        batch: what errors call ``what``.
+        num_parts: into how many parts.
+        spec: what the user said about it.
+        total: the rows of the batch; if None, all tensors must have as many.
 
     Example:
         >>> microbatches = split_batch({"x": torch.arange(10), "scale": 2.0}, 4)
@@ -46,14 +63,18 @@ def split_batch(batch: Any, num_parts: int, what: str = "input") -> Microbatches
     """
     if num_parts < 1:
         raise ArgumentError(f"microbatches must be > 0, not {num_parts}")
-    leaves, spec = pytree.tree_flatten(batch)
-    total = _common_length(leaves, what)
+    structure = pytree.tree_structure(batch)
+    leaves = named_leaves(batch, spec, what)
+    if total is None:
+        total = _rows_of(leaves, what)
+        _check_lengths(leaves, total)
     _check_enough(total, num_parts, what)
     num_rows = _rows_of_parts(total, num_parts)
     columns = [
-        leaf.split(num_rows) if isinstance(leaf, Tensor) else (leaf,) * num_parts for leaf in leaves
+        leaf.value.split(num_rows) if leaf.is_split(total) else (leaf.value,) * num_parts
+        for leaf in leaves
     ]
-    values = [pytree.tree_unflatten(parts, spec) for parts in zip(*columns, strict=True)]
+    values = [pytree.tree_unflatten(parts, structure) for parts in zip(*columns, strict=True)]
     return Microbatches(tuple(values), num_rows)
 
 
@@ -71,34 +92,29 @@ def _check_enough(num_rows: int, num_parts: int, what: str) -> None:
         )
 
 
-def _common_length(leaves: Sequence[Any], what: str) -> int:
-    """The length of dim 0, which all tensors must share."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise ArgumentError(f"{what} has no tensor, so there is nothing to cut into microbatches")
-    for tensor in tensors:
-        if tensor.layout != torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else tensor.layout
-            raise ArgumentError(
-                f"{what} has a tensor that is {kind}, which cannot be cut into microbatches: give "
-                "a dense one, and make it sparse or nested inside of the first stage"
-            )
-        if not tensor.dim():
-            raise ArgumentError(
-                f"{what} tensor must have at least 1 dimension to be cut into microbatches; give "
-                "a number as a Python number, which every microbatch gets"
-            )
-    lengths = sorted({tensor.shape[0] for tensor in tensors})
-    if len(lengths) > 1:
+def _rows_of(leaves: Sequence[NamedLeaf], what: str) -> int:
+    """The rows of the batch by its first tensor."""
+    first = batch_tensor(leaves)
+    if first is not None:
+        return int(first.value.shape[0])
+    if any(isinstance(leaf.value, Tensor) for leaf in leaves):
         raise ArgumentError(
-            f"tensors of {what} have dim 0 of lengths {lengths}: they must agree, since a "
-            "microbatch takes the same rows of each"
+            f"{what} tensor must have at least 1 dimension to be cut into microbatches; give "
+            "a number as a Python number, which every microbatch gets"
         )
-    return lengths[0]
+    raise ArgumentError(f"{what} has no tensor, so there is nothing to cut into microbatches")
 
 
-def _has_tensors(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(tree))
+def _check_lengths(leaves: Sequence[NamedLeaf], total: int) -> None:
+    """Refuse a tensor that should have as many rows as the batch, and has not."""
+    for leaf in leaves:
+        is_row = leaf.is_undecided or isinstance(leaf.spec, TensorChunkSpec)
+        if is_row and leaf.value.shape[0] != total:
+            raise ArgumentError(
+                f"{leaf.text} has dim 0 of length {leaf.value.shape[0]}, and the batch has {total} "
+                "rows, which a microbatch takes the same of. If every microbatch needs it whole: "
+                f"{option_for(leaf.name)}"
+            )
 
 
 def join_microbatches(values: Sequence[Any]) -> Any:
@@ -124,6 +140,8 @@ def _join(column: Sequence[Any]) -> Any:
 
 
 Loss = Callable[[Any, Any], Tensor]
+_Facts = tuple[int, int, int, int, int]  # of ``_Given``
+_NO_FACTS: _Facts = (0, 0, 0, 0, 0)
 _UNUSABLE = -1  # a number of rows that tells other ranks that this one cannot use its batch
 
 
@@ -166,9 +184,13 @@ class BatchSplitter:
     """
 
     def __init__(
-        self, group: Group, schedule: Schedule, loss_reduction: Literal["mean", "sum"]
+        self,
+        group: Group,
+        schedule: Schedule,
+        loss_reduction: Literal["mean", "sum"],
+        specs: ChunkSpecs,
     ) -> None:
-        self._group, self._reduction = group, loss_reduction
+        self._group, self._reduction, self._specs = group, loss_reduction, specs
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
         self._max_microbatches = schedule.num_microbatches
 
@@ -187,28 +209,33 @@ class BatchSplitter:
         In training there are as many microbatches as in the schedule, otherwise at most so many.
         """
         _check_transforms((args, kwargs, target))  # before any communication, which they break too
-        problem, num_rows, counts = None, 0, None
+        problem, given, facts, counts = None, _Given(), _NO_FACTS, None
         try:
-            num_rows = self._local_num_rows(args, kwargs, target, loss_fn, training=training)
+            given = self._given(args, kwargs, target, loss_fn, training=training)
+            facts = given.facts()
             _check_mode(training)
             counts = None if weights is None else _checked_weights(weights, self._max_microbatches)
         except ArgumentError as error:
             problem = str(error)
-        total = self._agree(num_rows, problem)
+        total = self._agree(given, facts, problem)
         num_parts = self._max_microbatches if training else min(self._max_microbatches, total)
         # Arguments for stages of other ranks are ignored: they may be None, or of another batch.
         is_first, is_last = self._group.rank == self._first, self._group.rank == self._last
-        targets = split_batch(target, num_parts, "target").values if is_last and loss_fn else ()
+
+        def split(tree: Any, what: str, spec: Any) -> tuple[Any, ...]:
+            return split_batch(tree, num_parts, what, spec=spec, total=total).values
+
+        named = dict(kwargs)
         return Batch(
-            inputs=split_batch(args, num_parts).values if is_first else (),
-            kwargs=self._split_kwargs(kwargs, num_parts),
-            targets=targets,
+            inputs=split(args, "input", self._specs.args) if is_first else (),
+            kwargs=split(named, "kwargs", self._specs.kwargs) if named else ({},) * num_parts,
+            targets=split(target, "target", self._specs.target) if is_last and loss_fn else (),
             weights=self._weights(counts, total, num_parts),
             loss_fn=loss_fn,
             training=training,
         )
 
-    def _local_num_rows(
+    def _given(
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -216,8 +243,8 @@ class BatchSplitter:
         loss_fn: Loss | None,
         *,
         training: bool,
-    ) -> int:
-        """The length of the arguments of this rank; 0 if it has none and needs none."""
+    ) -> _Given:
+        """What this rank has of the batch, and what it needs of it."""
         rank = self._group.rank
         if rank == self._first and not args:
             raise ArgumentError(
@@ -227,34 +254,48 @@ class BatchSplitter:
             raise ArgumentError(
                 f"Pipeline: rank {rank} must provide a target, because it has the last stage"
             )
-        trees: dict[str, Any] = {}
+        named = named_leaves(dict(kwargs), self._specs.kwargs, "kwargs") if kwargs else []
+        sure, open_ = list(declared_rows(named)), [leaf for leaf in named if leaf.is_undecided]
+        has_other_dim = False
+        trees: dict[str, tuple[Any, Any]] = {}
         if rank == self._first:
-            trees["input"] = args
+            trees["input"] = (args, self._specs.args)
         if rank == self._last and target is not None:
-            trees["target"] = target
-        if _has_tensors(dict(kwargs)):
-            trees["kwargs"] = dict(kwargs)
-        lengths = {
-            what: _common_length(pytree.tree_leaves(tree), what) for what, tree in trees.items()
-        }
-        if len(set(lengths.values())) > 1:
-            raise ArgumentError(f"dim 0 differs on rank {rank}: {lengths}")
-        for num_rows in lengths.values():
-            _check_enough(num_rows, self._max_microbatches if training else 1, "the batch")
-        return max(lengths.values(), default=0)
+            trees["target"] = (target, self._specs.target)
+        for what, (tree, spec) in trees.items():
+            leaves = named_leaves(tree, spec, what)
+            _check_enough(
+                _rows_of(leaves, what), self._max_microbatches if training else 1, "the batch"
+            )
+            first = batch_tensor(leaves)
+            assert first is not None, "it has rows"
+            sure += [first, *declared_rows(leaves)]
+            open_ += [leaf for leaf in leaves if leaf.is_undecided and leaf is not first]
+            has_other_dim = has_other_dim or (what == "input" and first.is_square)
+        return _Given(sure, open_, has_other_dim)
 
-    def _agree(self, num_rows: int, problem: str | None) -> int:
+    def _agree(self, given: _Given, facts: _Facts, problem: str | None) -> int:
         """The number of rows of the first stage; raises on all ranks if one has a problem."""
-        local = torch.tensor([_UNUSABLE if problem else num_rows], device=self._group.device)
-        gathered = local.new_empty(self._group.size)
+        facts = (_UNUSABLE, 0, 0, 0, 0) if problem else facts
+        local = torch.tensor(facts, device=self._group.device)
+        gathered = local.new_empty(self._group.size * len(facts))
         self._group.all_gather_single(gathered, local, label="rows of the batch")
-        by_rank: list[int] = gathered.tolist()
-        if _UNUSABLE in by_rank:
+        by_rank: list[list[int]] = gathered.view(self._group.size, -1).tolist()
+        if any(rows == _UNUSABLE for rows, *_ in by_rank):
             self._refuse(problem)
-        lengths = {rank: length for rank, length in enumerate(by_rank) if length}
+        lengths = {rank: rows for rank, (rows, *_) in enumerate(by_rank) if rows}
         if len(set(lengths.values())) > 1:
             raise ArgumentError(f"ranks were given batches of different length, by rank: {lengths}")
-        return by_rank[self._first]
+        total = by_rank[self._first][0]
+        has_other_dim = any(other for _, other, *_ in by_rank) and self._max_microbatches > 1
+        if any(
+            shortest not in (0, total)
+            or longest not in (0, total)
+            or (self._max_microbatches > 1 and (is_square or (has_other_dim and longest)))
+            for _, _, shortest, longest, is_square in by_rank
+        ):
+            self._refuse(given.problem(total, self._max_microbatches, has_other_dim=has_other_dim))
+        return total
 
     def _refuse(self, problem: str | None) -> None:
         problems = self._group.all_gather_object(problem)
@@ -268,11 +309,6 @@ class BatchSplitter:
             )
         )
 
-    def _split_kwargs(self, kwargs: Mapping[str, Any], num_parts: int) -> tuple[Any, ...]:
-        if _has_tensors(dict(kwargs)):
-            return split_batch(dict(kwargs), num_parts, "kwargs").values
-        return (dict(kwargs),) * num_parts
-
     def _weights(
         self, counts: Sequence[float] | None, num_rows: int, num_parts: int
     ) -> list[float]:
@@ -281,6 +317,55 @@ class BatchSplitter:
         counts = _rows_of_parts(num_rows, num_parts) if counts is None else counts
         total = sum(counts)
         return [count / total for count in counts]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The tensors of a rank that may have rows.
+
+    Attributes:
+        sure: those that have rows: the first of input and target, and what the user said.
+        undecided: those whose length says whether they have.
+        has_other_dim: whether another dim of the input is as long as the batch.
+    """
+
+    sure: Sequence[NamedLeaf] = ()
+    undecided: Sequence[NamedLeaf] = ()
+    has_other_dim: bool = False
+
+    def facts(self) -> _Facts:
+        """Numbers that all ranks decide by; the rows are 0 if this rank knows none."""
+        num_rows = self.sure[0].value.shape[0] if self.sure else 0
+        _check_lengths(self.sure, num_rows)
+        lengths = [leaf.value.shape[0] for leaf in self.undecided]
+        return (
+            num_rows,
+            self.has_other_dim,
+            min(lengths, default=0),
+            max(lengths, default=0),
+            any(leaf.is_square for leaf in self.undecided),
+        )
+
+    def problem(self, total: int, num_parts: int, *, has_other_dim: bool) -> str | None:
+        """Why nobody can know what the tensors of this rank are; None if it is known."""
+        try:
+            _check_lengths(self.undecided, total)
+        except ArgumentError as error:
+            return str(error)
+        for leaf in self.undecided if num_parts > 1 else ():
+            if has_other_dim or leaf.is_square:
+                whose = (
+                    "of another of its dims" if leaf.is_square else "of another dim of the input"
+                )
+                option = option_for(leaf.name)
+                return (
+                    f"{leaf.text} has as many rows as the batch, and {total} is also the length "
+                    f"{whose}, so that its shape does not say whether it belongs to rows of the "
+                    f"batch. If every microbatch needs it whole: {option}. If it has a row for "
+                    f"each of the batch: {option.replace('Replicate()', 'TensorChunkSpec(0)')}"
+                )
+        return None
 
 
 def _check_transforms(value: Any) -> None:

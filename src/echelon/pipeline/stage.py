@@ -21,6 +21,7 @@ from echelon.modules.compiled import keep_order_of_graphs
 from echelon.modules.nested import tensors as tensors_in
 from echelon.pipeline.boundary import BoundaryValue, flatten
 from echelon.pipeline.data_parallel import ReduceEvery, StageDataParallel
+from echelon.pipeline.recomputed_buffers import RecomputedBuffers
 from echelon.pipeline.weight_gradients import DeferredGradients, WeightGradients, patch_layers
 
 
@@ -55,7 +56,8 @@ class Stage:
         recomputes: bool = False,
         reduce_every: ReduceEvery = "step",
     ) -> None:
-        self.module, self.index, self._recomputes = module, index, recomputes
+        self.module, self.index = module, index
+        self._recomputed_buffers = RecomputedBuffers(module) if recomputes else None
         if recomputes:
             keep_order_of_graphs()
         self.data_parallel = StageDataParallel(module, reduce_every)
@@ -101,8 +103,11 @@ class Stage:
 
     def _call(self, value: Any, kwargs: Mapping[str, Any]) -> Any:
         args = value if isinstance(value, tuple) else (value,)
-        if self._recomputes and torch.is_grad_enabled():
-            return checkpoint(self.module, *args, use_reentrant=False, **kwargs)
+        if self._recomputed_buffers is not None and torch.is_grad_enabled():
+            contexts = self._recomputed_buffers.contexts
+            return checkpoint(
+                self.module, *args, use_reentrant=False, context_fn=contexts, **kwargs
+            )
         return self.module(*args, **kwargs)
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -39,6 +39,7 @@ class StagedModule(nn.Module, HasShards):
     """
 
     stages: nn.ModuleDict
+    _nothing_to_train: nn.Parameter | None = None
 
     def _attach(
         self,
@@ -63,7 +64,11 @@ class StagedModule(nn.Module, HasShards):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages for an optimizer, such as flat parameters."""
+        """The parameters of this rank's stages for an optimizer, such as flat parameters.
+
+        A rank that has nothing to train has one more, ``nothing_to_train``, which has no elements
+        and never a gradient: no optimizer of torch takes an empty list.
+        """
         seen: set[nn.Parameter] = set()
         for index, stage in self.stages.items() if recurse else ():
             name = f"{prefix}{'.' if prefix else ''}stages.{index}"
@@ -71,6 +76,13 @@ class StagedModule(nn.Module, HasShards):
                 if not (remove_duplicate and param in seen):
                     seen.add(param)
                     yield full_name, param
+        if recurse and self._group.size > 1 and not any(param.requires_grad for param in seen):
+            if self._nothing_to_train is None:
+                # Not by setattr of a module, which would put it into state dicts.
+                placeholder = nn.Parameter(torch.empty(0, device=self._group.device))
+                object.__setattr__(self, "_nothing_to_train", placeholder)
+            assert self._nothing_to_train is not None
+            yield f"{prefix}{'.' if prefix else ''}nothing_to_train", self._nothing_to_train
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the names of the whole model.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.api import Pipeline
+from echelon.pipeline.chunk_spec import TensorChunkSpec
 from echelon.plans.plans import Plan
 
 # Called with the output of the last stage, the labels and the number of tokens of the step.
@@ -83,10 +84,13 @@ def causal_loss(model: nn.Module) -> TokenLoss:
 
 
 def of_tokens(plan: Plan) -> Plan:
-    """The plan with losses of microbatches that are added up."""
+    """The plan with losses of microbatches that are added up, and with masks that have rows."""
     if "loss_reduction" in plan.pipeline:
         raise ArgumentError(
             "the plan has loss_reduction, and EchelonTrainer adds up losses over tokens: leave it "
             "out, and let compute_loss_func divide by num_items_in_batch"
         )
-    return replace(plan, pipeline={**plan.pipeline, "loss_reduction": "sum"})
+    # Masks of as many tokens as rows: by the conventions of transformers they have rows.
+    have_rows = dict.fromkeys(("attention_mask", "token_type_ids"), TensorChunkSpec())
+    options = {"kwargs_chunk_spec": have_rows, **plan.pipeline, "loss_reduction": "sum"}
+    return replace(plan, pipeline=options)
