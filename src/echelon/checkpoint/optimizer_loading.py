@@ -90,7 +90,7 @@ class OptimizerLoader:
 
     def _install(self) -> None:
         where = f"{self._plan.path}: {self._name}.state_dict()"
-        extra = decode(self._section.get("extra", {}), {}, where)
+        extra: Any = decode(self._section.get("extra", {}), {}, where)
         install_states(self._optimizer, self._states, self._options, extra)
         for param, state in self._states.items():  # torch casts to the dtype of the parameter
             if param in self._converted:

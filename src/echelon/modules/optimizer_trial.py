@@ -265,7 +265,7 @@ class _Trial:
             with torch.enable_grad():
                 closure()
             if with_closure:
-                optimizer.step(closure)
+                optimizer.step(closure)  # type: ignore[arg-type]  # torch takes tensors, too
             else:
                 optimizer.step()
         result = self._values.clone()
