@@ -190,12 +190,12 @@ class _Trial:
 
     def _equal(self, cut: Cut, expected: Tensor, *, with_closure: bool) -> bool:
         for part in self._parts(cut):
-            found = self._train(part, with_closure=with_closure)
+            trained = self._train(part, with_closure=with_closure)
             for piece in (piece for pieces in part for piece in pieces):
                 at = piece.elements
                 moved = (expected[at] - self._values[at]).abs().max().item() if len(at) else 0.0
                 largest = self._values[at].abs().max().item() if len(at) else 0.0
-                error = (found[at] - expected[at]).abs().max().item() if len(at) else 0.0
+                error = (trained[at] - expected[at]).abs().max().item() if len(at) else 0.0
                 if not error <= _TOLERANCE * moved + 1e-14 * largest:
                     return False
         return True

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from echelon.modules.sharded_tensor import local_shard
 from echelon.page import TextTable, View, ViewPart, bytes_text, view_of
 from echelon.pipeline.schedules.ir import Schedule
 
@@ -22,8 +23,8 @@ def pipeline_view(schedule: Schedule, stages: Mapping[str, nn.Module], rank: int
         if module is None:
             rows.append([str(stage), str(owner), "", "", ""])
             continue
-        params = list(module.parameters())
-        numel, nbytes = sum(p.numel() for p in params), sum(p.nbytes for p in params)
+        parts = [local_shard(param) for param in module.parameters()]
+        numel, nbytes = sum(p.numel() for p in parts), sum(p.nbytes for p in parts)
         name = type(module).__name__
         rows.append([str(stage), str(owner), name, f"{numel:,}", bytes_text(nbytes)])
     heads = ["stage", "rank", "module", f"parameters on rank {rank}", "bytes"]

@@ -31,6 +31,7 @@ from echelon.fsdp.units import Rule
 from echelon.laboratory.allocations import Allocations
 from echelon.laboratory.step_record import SENDS_NOTHING
 from echelon.launch.run import run
+from echelon.modules.sharded_tensor import local_shard
 from echelon.observe.meters import tensor_bytes
 from echelon.pipeline.api import Pipeline
 from echelon.planner.shapes_only import LARGE, ShapesOnly
@@ -166,10 +167,11 @@ def _step_of(
             peak.look = at, lambda: (moment.last_action, _held(shared, optimizer))
             step()
     after, held = peak.seen
+    parts = [local_shard(param) for param in shared.parameters()]
     return DryStep(
         stage=stages.rank,
-        num_parameters=sum(param.numel() for param in shared.parameters()),
-        parameter_bytes=sum(param.nbytes for param in shared.parameters()),
+        num_parameters=sum(part.numel() for part in parts),
+        parameter_bytes=sum(part.nbytes for part in parts),
         peak=nbytes + scratch.nbytes,
         after=after,
         categories={

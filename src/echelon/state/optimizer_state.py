@@ -126,9 +126,9 @@ def extra_state(optimizer: Optimizer) -> dict[str, Any]:
             belong to no parameter.
     """
     kind = type(optimizer)
-    own = {"_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"}
+    hooks = {"_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"}
     if kind.state_dict is Optimizer.state_dict and not any(
-        vars(optimizer).get(name) for name in own
+        vars(optimizer).get(name) for name in hooks
     ):
         return {}
     what = f"{kind.__name__}.state_dict()"
