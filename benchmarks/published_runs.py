@@ -48,7 +48,8 @@ _COLUMNS = (
 _UNSAID = ("", "?", "nan")
 _GATED, _NOT_GATED = ("swiglu", "geglu"), ("gelu", "relu", "silu")
 _SCHEDULES = (*_UNSAID, "none", "1f1b", "interleaved-1f1b", "interleaved")
-_DTYPES = ("bf16", "fp16", "fp8")  # all with the rates of 16 bits
+_DTYPES = ("bf16", "fp16")  # whose rates a device has; other known ones are not priced
+_NOT_PRICED = ("fp8", "fp32", "tf32")
 _MOST = 1e15
 _DEVICES = {"H100-SXM-96": "H100-SXM-96-500W", "H100-PCIe-80": "H100-PCIe", "H800": "H800-SXM"}
 
@@ -266,6 +267,8 @@ def _plan_gap(row: Mapping[str, str]) -> str:
     unsaid = [name for name in names if _text(row, name) in _UNSAID]
     if unsaid:
         return f"{unsaid[0]} is not said"
+    if _text(row, "dtype") in _NOT_PRICED:
+        return f"dtype is {_text(row, 'dtype')}, and devices have the rates of 16 bits alone"
     return "recompute is of some blocks" if "fraction" in row["recompute"] else ""
 
 
@@ -285,7 +288,7 @@ def _check_plan(row: Mapping[str, str], layout: Layout, model: Transformer) -> N
         raise ArgumentError("ep is more than 1, and no column says how many experts there are")
     if layout.pp > 1:
         one_of("schedule", _text(row, "schedule"), _SCHEDULES)
-    one_of("dtype", _text(row, "dtype"), _DTYPES)
+    one_of("dtype", _text(row, "dtype"), (*_DTYPES, *_NOT_PRICED))
 
 
 def _blocks(row: Mapping[str, str], layout: Layout) -> tuple[int, ...] | None:

@@ -30,6 +30,7 @@ NO_OPTIONS = {
     ec.FSDP: {"module", "group", "units", "ignored", "replicate", "materialize"},
     ec.Pipeline: {
         *("stages", "group", "microbatches", "schedule", "loss_fn", "replicate"),
+        *("args_chunk_spec", "kwargs_chunk_spec", "target_chunk_spec"),
         "schedule_options",
     },
 }

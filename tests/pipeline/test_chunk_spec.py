@@ -81,7 +81,8 @@ def what_is_known_is_right_and_the_rest_is_refused(world: World) -> None:
             if len(shape) > 1
             else torch.tensor(True)
         )
-        mask[..., 0] = True
+        if shape:
+            mask[..., 0] = True
         for container, (wrap, _) in CONTAINERS.items():
             for spec, is_right in (
                 (None, by_rule and container != "object"),

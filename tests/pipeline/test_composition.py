@@ -258,7 +258,6 @@ def refuses(world: World) -> None:
         (stages, ec.Plan(pp=2, microbatches=2), {}, ArgumentError, r"2 \* 1 \* 1 = 2 ranks.*are 4"),
         (stages, four, {"units": ec.units.whole()}, ArgumentError, "shard is 1"),
         (stages, ec.Plan(dp=4), {}, ArgumentError, "give a torch.nn.Module"),
-        (stages[0], ec.Plan(dp=4), {"loss_fn": mse}, ArgumentError, "loss_fn is for pipelines"),
         (nn.Linear(2, 2), four, {}, ArgumentError, "Linear"),
         (stages[:1], four, {}, ArgumentError, "list of 1; the plan needs"),
         (stages, "dp=4", {}, ArgumentError, "plan is 'dp=4'"),

@@ -149,7 +149,7 @@ def _record(plans: Plans, request: PlanRequest) -> dict[str, object]:
 def _plan_record(priced: PricedPlan) -> dict[str, object]:
     layout = priced.layout
     try:
-        call = plan_text(layout, tied=priced.tied)
+        call = plan_text(layout, tied=priced.tied, in_16_bits=priced.stack.in_16_bits)
     except UnsupportedError:
         call = None
     return {

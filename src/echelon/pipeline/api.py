@@ -83,6 +83,7 @@ class Pipeline(StagedModule):
             parameters have different shapes.
 
     Example:
+        >>> import torch
         >>> def main(world):
         ...     torch.manual_seed(0)
         ...     stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
@@ -159,8 +160,11 @@ class Pipeline(StagedModule):
         )
         num_ranks = self._collectives.num_ranks
         self._attach(modules, stages, schedule.placement, group, replicate, num_ranks)
-        self._last = LastStage(group, schedule.placement[-1])
-        self._to_previous, self._to_next = links_of(schedule.placement, group, microbatches)
+        self._connect(schedule, lowered, microbatches)
+
+    def _connect(self, schedule: Schedule, lowered: Schedule, microbatches: int) -> None:
+        self._last = LastStage(self._group, schedule.placement[-1])
+        self._to_previous, self._to_next = links_of(schedule.placement, self._group, microbatches)
         self._train_executor = self._executor(lowered)
         self._eval_executors: dict[int, Executor] = {}
 

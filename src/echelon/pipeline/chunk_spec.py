@@ -12,7 +12,7 @@ The user says it with the words of ``torch.distributed.pipelining``, or this rul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -118,6 +118,11 @@ class NamedLeaf:
         return self.value.dim() > 0 and self.value.shape[0] == num_rows
 
     @property
+    def is_declared(self) -> bool:
+        """Whether it has rows because the user said so."""
+        return isinstance(self.value, Tensor) and isinstance(self.spec, TensorChunkSpec)
+
+    @property
     def is_undecided(self) -> bool:
         """Whether only its length says whether it has rows."""
         is_whole = not isinstance(self.value, Tensor) or not self.value.dim()
@@ -205,12 +210,10 @@ def option_for(name: str) -> str:
 
 def batch_tensor(leaves: Sequence[NamedLeaf]) -> NamedLeaf | None:
     """The tensor that says how many rows the batch has: the first that may have rows."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
-    declared = [leaf for leaf in tensors if isinstance(leaf.spec, TensorChunkSpec)]
-    by_rule = [leaf for leaf in tensors if leaf.spec is None and leaf.value.dim()]
+    declared = [leaf for leaf in leaves if leaf.is_declared]
+    by_rule = [
+        leaf
+        for leaf in leaves
+        if leaf.spec is None and isinstance(leaf.value, Tensor) and leaf.value.dim()
+    ]
     return next(iter([*declared, *by_rule]), None)
-
-
-def declared_rows(leaves: Sequence[NamedLeaf]) -> Iterator[NamedLeaf]:
-    """Those that have rows because the user said so."""
-    return (leaf for leaf in leaves if isinstance(leaf.spec, TensorChunkSpec))

@@ -26,9 +26,7 @@ from echelon.modules.autograd import in_other_differentiation
 from echelon.pipeline.chunk_spec import (
     ChunkSpecs,
     NamedLeaf,
-    TensorChunkSpec,
     batch_tensor,
-    declared_rows,
     named_leaves,
     option_for,
 )
@@ -108,8 +106,7 @@ def _rows_of(leaves: Sequence[NamedLeaf], what: str) -> int:
 def _check_lengths(leaves: Sequence[NamedLeaf], total: int) -> None:
     """Refuse a tensor that should have as many rows as the batch, and has not."""
     for leaf in leaves:
-        is_row = leaf.is_undecided or isinstance(leaf.spec, TensorChunkSpec)
-        if is_row and leaf.value.shape[0] != total:
+        if (leaf.is_undecided or leaf.is_declared) and leaf.value.shape[0] != total:
             raise ArgumentError(
                 f"{leaf.text} has dim 0 of length {leaf.value.shape[0]}, and the batch has {total} "
                 "rows, which a microbatch takes the same of. If every microbatch needs it whole: "
@@ -255,7 +252,10 @@ class BatchSplitter:
                 f"Pipeline: rank {rank} must provide a target, because it has the last stage"
             )
         named = named_leaves(dict(kwargs), self._specs.kwargs, "kwargs") if kwargs else []
-        sure, open_ = list(declared_rows(named)), [leaf for leaf in named if leaf.is_undecided]
+        sure, open_ = (
+            [leaf for leaf in named if leaf.is_declared],
+            [leaf for leaf in named if leaf.is_undecided],
+        )
         has_other_dim = False
         trees: dict[str, tuple[Any, Any]] = {}
         if rank == self._first:
@@ -269,7 +269,7 @@ class BatchSplitter:
             )
             first = batch_tensor(leaves)
             assert first is not None, "it has rows"
-            sure += [first, *declared_rows(leaves)]
+            sure += [first, *(leaf for leaf in leaves if leaf.is_declared)]
             open_ += [leaf for leaf in leaves if leaf.is_undecided and leaf is not first]
             has_other_dim = has_other_dim or (what == "input" and first.is_square)
         return _Given(sure, open_, has_other_dim)

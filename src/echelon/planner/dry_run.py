@@ -148,8 +148,7 @@ def _step_of(
     with shapes:
         copied, inputs, target = with_memory((model, inputs, target))
     with shapes, memory:
-        in_pipeline = loss_fn if plan.pp > 1 else None
-        shared = parallelize(copied, plan, world, units=options.units, loss_fn=in_pipeline)
+        shared = parallelize(copied, plan, world, units=options.units, loss_fn=loss_fn)
         del copied
         optimizer = options.optimizer(list(shared.parameters()))
         step = partial(_step, shared, optimizer, inputs, target, loss_fn)

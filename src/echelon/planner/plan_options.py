@@ -64,12 +64,13 @@ def missing_in_plan(layout: Layout) -> str:
     return ""
 
 
-def plan_options(layout: Layout, *, tied: bool = False) -> dict[str, Any]:
+def plan_options(layout: Layout, *, tied: bool = False, in_16_bits: bool = True) -> dict[str, Any]:
     """The fields of the ``ec.Plan`` that are not their defaults, with names instead of objects.
 
     Args:
         tied: whether the first and the last stage share a parameter, so that no stage may compute
             in another dtype than its own.
+        in_16_bits: whether the plan was priced in 16 bits; in the dtype of the model otherwise.
 
     Raises:
         UnsupportedError: no ``ec.Plan`` says what the layout does; the sentence says which axis.
@@ -98,14 +99,17 @@ def plan_options(layout: Layout, *, tied: bool = False) -> dict[str, Any]:
         pipeline["reduce_every"] = "microbatch"
     if pipeline:
         options["pipeline"] = pipeline
-    if shards and not (tied and layout.pp > 1):
-        options["fsdp"] = {"precision": {"compute": "bfloat16", "reduce": "bfloat16"}}
-        if layout.offload is not HostStates.NOTHING:
-            options["fsdp"]["offload"] = layout.offload.name
+    fsdp: dict[str, Any] = {}
+    if shards and in_16_bits and not (tied and layout.pp > 1):
+        fsdp["precision"] = {"compute": "bfloat16", "reduce": "bfloat16"}
+    if shards and layout.offload is not HostStates.NOTHING:
+        fsdp["offload"] = layout.offload.name
+    if fsdp:
+        options["fsdp"] = fsdp
     return options
 
 
-def plan_text(layout: Layout, *, tied: bool = False) -> str:
+def plan_text(layout: Layout, *, tied: bool = False, in_16_bits: bool = True) -> str:
     """The call of ``ec.Plan`` as a line of a script.
 
     Example:
@@ -113,28 +117,28 @@ def plan_text(layout: Layout, *, tied: bool = False) -> str:
         "ec.Plan(pp=2, microbatches=8, schedule='1f1b', pipeline={'recompute': True})"
     """
     texts = []
-    for name, value in plan_options(layout, tied=tied).items():
+    for name, value in plan_options(layout, tied=tied, in_16_bits=in_16_bits).items():
         text = repr(value)
         if name == "strategy":
             text = f"ec.Strategy.{value}"
         elif name == "fsdp":
-            dtypes = value["precision"].items()
+            dtypes = value.get("precision", {}).items()
             precision = ", ".join(f"{what}=torch.{dtype}" for what, dtype in dtypes)
-            text = f"'precision': ec.MixedPrecision({precision})"
+            items = [f"'precision': ec.MixedPrecision({precision})"] if dtypes else []
             if "offload" in value:
-                text += f", 'offload': ec.Offload.{value['offload']}"
-            text = f"{{{text}}}"
+                items.append(f"'offload': ec.Offload.{value['offload']}")
+            text = f"{{{', '.join(items)}}}"
         texts.append(f"{name}={text}")
     return f"ec.Plan({', '.join(texts)})"
 
 
-def plan_of(layout: Layout, *, tied: bool = False) -> Plan:
+def plan_of(layout: Layout, *, tied: bool = False, in_16_bits: bool = True) -> Plan:
     """The ``ec.Plan`` itself, for ``ec.parallelize``.
 
     Raises:
         UnsupportedError: no ``ec.Plan`` says what the layout does; the sentence says which axis.
     """
-    options = plan_options(layout, tied=tied)
+    options = plan_options(layout, tied=tied, in_16_bits=in_16_bits)
     # The rest of the planner does without torch.
     import torch
 
@@ -144,15 +148,17 @@ def plan_of(layout: Layout, *, tied: bool = False) -> Plan:
     if "strategy" in options:
         options["strategy"] = Strategy[options["strategy"]]
     if "fsdp" in options:
-        dtypes = options["fsdp"]["precision"].items()
-        precision = MixedPrecision(**{what: getattr(torch, dtype) for what, dtype in dtypes})
-        options["fsdp"] = {**options["fsdp"], "precision": precision}
+        dtypes = options["fsdp"].get("precision")
+        if dtypes is not None:
+            options["fsdp"]["precision"] = MixedPrecision(
+                **{what: getattr(torch, dtype) for what, dtype in dtypes.items()}
+            )
         if "offload" in options["fsdp"]:
             options["fsdp"]["offload"] = Offload[options["fsdp"]["offload"]]
     return Plan(**options)
 
 
-def beside_plan(layout: Layout, *, tied: bool = False) -> list[str]:
+def beside_plan(layout: Layout, *, tied: bool = False, in_16_bits: bool = True) -> list[str]:
     """What a script does itself, because no field of ``ec.Plan`` says it."""
     sentences = []
     if layout.pp == 1 and layout.microbatches > 1:
@@ -167,6 +173,9 @@ def beside_plan(layout: Layout, *, tied: bool = False) -> list[str]:
     if layout.pp == 1 and layout.recompute is not Recompute.NOTHING:
         what = "each block" if layout.recompute is Recompute.BLOCKS else "attention"
         sentences.append(f"It calls {what} by torch.utils.checkpoint.checkpoint.")
-    if "fsdp" not in plan_options(layout, tied=tied):
+    options = plan_options(layout, tied=tied, in_16_bits=in_16_bits)
+    if in_16_bits and "precision" not in options.get("fsdp", {}):
         sentences.append("It computes under torch.autocast in bfloat16.")
+    if not in_16_bits:
+        sentences.append("It computes in float32, as was measured.")
     return sentences

@@ -77,7 +77,7 @@ class PricedPlan:
         Raises:
             UnsupportedError: an ``ec.Plan`` cannot say it, as with ``tp``, ``cp`` or ``ep`` > 1.
         """
-        return plan_of(self.layout, tied=self.tied)
+        return plan_of(self.layout, tied=self.tied, in_16_bits=self.stack.in_16_bits)
 
     @property
     def seconds(self) -> float:
@@ -115,10 +115,10 @@ class PricedPlan:
     def options(self) -> list[str]:
         """The call of ``ec.Plan``, and what a script does besides; or why there is no such plan."""
         try:
-            text = plan_text(self.layout, tied=self.tied)
+            text = plan_text(self.layout, tied=self.tied, in_16_bits=self.stack.in_16_bits)
         except UnsupportedError as error:
             return [f"No ec.Plan: {error}."]
-        return [text, *beside_plan(self.layout, tied=self.tied)]
+        return [text, *beside_plan(self.layout, tied=self.tied, in_16_bits=self.stack.in_16_bits)]
 
     def explain(self) -> str:
         """All terms of its time and its memory, and the plan as a line of a script."""

@@ -10,6 +10,7 @@ the text that a program trains on, as long as none without values is mixed in.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -27,6 +28,7 @@ from echelon.laboratory.allocations import tensors_in
 LARGE = 2**16
 # What returns memory that is there, though its schema does not say so of all.
 _IN_PLACE = frozenset({"aten::_unsafe_view", "aten::resize_", "aten::set_"})
+_NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -85,13 +87,39 @@ class ShapesOnly(TorchDispatchMode):
         """Whether an operation takes a large tensor without values, or makes one of nothing."""
         tensors = list(tensors_in((*args, *kwargs.values())))
         if tensors:
-            return any(tensor.numel() > LARGE and self._is_without(tensor) for tensor in tensors)
+            return any(
+                tensor.numel() > LARGE and self._is_without(tensor) for tensor in tensors
+            ) or self._grows_large(func, args, kwargs, tensors)
         if not any(item.name == "device" for item in func._schema.arguments):
             return False
         if torch.device(kwargs.get("device") or _CPU) != _CPU:
             return False
         made: Tensor = func(*args, **{**kwargs, "device": _META, "pin_memory": None})
         return made.numel() > LARGE
+
+    def _grows_large(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> bool:
+        """Whether small tensors give a large one: the gradient of a weight, from few tokens.
+
+        Numbers that are not floating point, such as masks, are what programs look at.
+        """
+        if func.tags and _NEEDS_VALUES & set(func.tags):
+            return False
+        if any(tensor.device != _CPU for tensor in tensors) or not _may_grow(func):
+            return False
+        try:
+            made = self._shapes(func, args, kwargs)
+        except (UnsupportedError, RuntimeError):  # computed, it says itself what is wrong
+            return False
+        numel = max(LARGE, sum(tensor.numel() for tensor in tensors))
+        results = made if isinstance(made, list) else [made]
+        return any(
+            isinstance(item, _Made)
+            and item.dtype.is_floating_point
+            and math.prod(item.shape) > numel
+            for item in results
+        )
 
     def _is_without(self, tensor: Tensor) -> bool:
         """Whether a tensor has no values, or so few that it is a small one, expanded to a mask."""
@@ -150,14 +178,22 @@ def touches_nothing(func: Any) -> bool:
 
 
 @cache
+def _may_grow(func: Any) -> bool:
+    """Whether an operation only makes new tensors, which may be larger than those it takes."""
+    schema = func._schema
+    return bool(schema.returns) and not any(
+        item.alias_info is not None for item in (*schema.arguments, *schema.returns)
+    )
+
+
+@cache
 def _is_empty(func: Any) -> bool:
     """Whether an operation returns new memory as it comes."""
     return "empty" in func._schema.name
 
 
 def _refuse_values(func: Any) -> None:
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if tags & set(func.tags):
+    if _NEEDS_VALUES & set(func.tags):
         raise UnsupportedError(
             f"{func} depends on the values of a large tensor, and only shapes are computed: give a "
             "model without such control flow, or measure it on ranks that are there"

@@ -97,6 +97,11 @@ class SoftwareStack:
     gradient_bytes: int = 2
     overlaps_reduction: bool = True
 
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether parameters are gathered and activations are sent in 16 bits."""
+        return self.parameter_bytes == 2
+
 
 @cache
 def fitted_rates() -> Mapping[str, Rates]:

@@ -135,22 +135,25 @@ def rank_states(
     """Parameters, gradients and optimizer of a rank, and what it gathers and reduces of blocks."""
     elements = _elements(model, layout, parts)
     sharded, shard = layout.sharded, layout.shard
-    block_bytes = WIDTH * _block_elements(model, layout)
+    width = stack.parameter_bytes
+    block_bytes = width * _block_elements(model, layout)
     whole_parameters = sharded is not ShardedStates.PARAMETERS
     gradient_bytes = stack.gradient_bytes
     divided = shard if sharded in (ShardedStates.GRADIENTS, ShardedStates.PARAMETERS) else 1
     gathered = 0.0 if whole_parameters or shard == 1 else 2 * block_bytes
     trained = model.trained_share * elements
-    reduced_bytes = model.trained_share * gradient_bytes / WIDTH * block_bytes
-    parameters = WIDTH * elements / (1 if whole_parameters else shard)
+    reduced_bytes = model.trained_share * gradient_bytes / width * block_bytes
+    parameters = width * elements / (1 if whole_parameters else shard)
     gradients = gradient_bytes * trained / divided
-    optimizer = _OPTIMIZER_BYTES * trained / (1 if sharded is ShardedStates.NOTHING else shard)
+    # In 32 bits the parameters are what the optimizer updates, without a copy of them.
+    kept = _OPTIMIZER_BYTES if stack.in_16_bits else _OPTIMIZER_BYTES - _FLOAT32
+    optimizer = kept * trained / (1 if sharded is ShardedStates.NOTHING else shard)
     if layout.offload is not HostStates.NOTHING:
         optimizer = 0.0
         if divided > 1:  # else they are whole on the device until they are reduced
             gradients = 0.0
         if whole_parameters:
-            parameters += WIDTH * elements / shard  # the 16-bit shards, beside what is gathered
+            parameters += width * elements / shard  # the 16-bit shards, beside what is gathered
         elif layout.offload is HostStates.ALL:
             parameters = 0.0
     return RankStates(
@@ -166,7 +169,7 @@ def microbatch_bytes(model: PlannedModel, layout: Layout, stack: SoftwareStack) 
     keep = block_activations(model, layout, stack)
     inside = block_activations(model, layout, stack, recompute=Recompute.NOTHING)
     tokens = layout.microbatch * model.seq / layout.cp
-    logits = tokens * model.vocab / layout.tp * (WIDTH + 2 * _FLOAT32)
+    logits = tokens * model.vocab / layout.tp * (stack.parameter_bytes + 2 * _FLOAT32)
     return MicrobatchBytes(keep, inside - keep, logits)
 
 

@@ -58,7 +58,8 @@ def parallelize(
             parameters. To cut it in another way, call that and give the list.
         plan: of ``world.size`` ranks.
         world: whose mesh it becomes.
-        loss_fn: for a pipeline, called with output and target of a microbatch.
+        loss_fn: called by a pipeline with output and target of a microbatch. Every plan takes it,
+            so that one script has any plan; without stages the script calls it on the output.
         units: which modules FSDP gathers at once, with ``plan.shard`` > 1.
 
     Returns:
@@ -136,8 +137,6 @@ def _check(
         raise ArgumentError(
             "units are what FSDP gathers, and shard is 1: leave units out, or use shard > 1"
         )
-    if loss_fn is not None and plan.pp == 1:
-        raise ArgumentError("loss_fn is for pipelines, and pp is 1: call it on the model's output")
     if plan.pp == 1 and not isinstance(model, nn.Module):
         raise ArgumentError(f"model is {model!r:.80}; with pp=1, give a torch.nn.Module")
 
