@@ -173,7 +173,7 @@ class FSDP(ShardedModule):
         """
         _check_transforms((args, kwargs))
         precision = self._options.precision
-        if precision.compute is not None:
+        if precision.compute is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
             is_nested = in_backward()
