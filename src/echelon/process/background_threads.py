@@ -6,6 +6,10 @@ down is unwound through C++ code that allows no such thing, and the whole proces
 134), whatever the script has done. So before that the threads that still run get some time, and
 then an exception of their own. One that is stuck inside a single call cannot be reached; it does
 not come back, either.
+
+A thread that has ended for Python has not ended for the system: it still destroys what C++ keeps
+for each thread. Of a backward that failed, autograd keeps the tasks that are left, which hold
+objects of Python. So the end of the interpreter awaits the end of the system's threads, too.
 """
 
 from __future__ import annotations
@@ -18,8 +22,12 @@ import weakref
 from collections.abc import Callable
 
 from echelon.process import time_limits
+from echelon.process.process_status import SystemThread
+
+_PAUSE_S = 0.001  # a thread that has ended for Python has little left to do
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_of_system: list[SystemThread] = []  # of those that have started, and may still run
 
 
 def run_in_background(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
@@ -33,6 +41,9 @@ def run_in_background(name: str, target: Callable[..., object], *args: object) -
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     _started.add(thread)
     thread.start()
+    _of_system[:] = [kept for kept in _of_system if kept.is_alive()]
+    if thread.native_id is not None and (found := SystemThread.of(thread.native_id)) is not None:
+        _of_system.append(found)
     return thread
 
 
@@ -54,11 +65,17 @@ def tell_to_end(thread: threading.Thread) -> None:
 
 
 def _all_ended(seconds: float) -> bool:
-    """Whether all threads end within that time."""
+    """Whether all threads end within that time, for Python and for the system."""
     deadline = time.monotonic() + seconds
     for thread in list(_started):
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in list(_started))
+    if any(thread.is_alive() for thread in list(_started)):
+        return False
+    while any(thread.is_alive() for thread in list(_of_system)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
 
 
 atexit.register(end_all)
