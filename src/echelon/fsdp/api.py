@@ -17,6 +17,7 @@ from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import InitialValues, build_units
 from echelon.fsdp.hybrid_groups import HybridGroups
+from echelon.fsdp.join import Rounds
 from echelon.fsdp.policy import (
     BackwardPrefetch,
     FSDPOptions,
@@ -107,6 +108,7 @@ class FSDP(ShardedModule):
     """
 
     _repr_html_ = html_of
+    _rounds: Rounds | None = None  # of the ``join`` that is entered
 
     def __init__(
         self,
@@ -176,6 +178,8 @@ class FSDP(ShardedModule):
         if precision.compute is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
+            if self._rounds is not None:
+                self._rounds.announce_forward()
             is_nested = in_backward()
             if not is_nested:
                 self._hooks.backward.discard_aborted()
@@ -213,6 +217,28 @@ class FSDP(ShardedModule):
                 False.
         """
         self._hooks.backward.reduce_now(may_be_none=may_be_none)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks evaluate different numbers of batches: put their forwards inside.
+
+        A rank that leaves the block early takes part in the others' unshards, until all have left.
+        All ranks enter it, under ``torch.no_grad()``, around one batch or around all of them.
+
+        Raises:
+            StateError: on all ranks, if a forward makes a graph; ``join`` inside ``join``, a
+                forward, a backward or ``full_parameters()``.
+        """
+        if self._rounds is not None:
+            raise StateError("join() inside join(): one block goes around the forwards")
+        self._check_idle("join()", "call it outside")
+        rounds = self._rounds = Rounds(self._groups)
+        try:
+            yield
+            with torch.no_grad():
+                rounds.shadow(lambda: self._hooks.forward(lambda: None, (), {}))
+        finally:
+            self._rounds = None
 
     # For schedules that run a model many times before an optimizer step ----------------------
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, is_cpu
 from echelon.comm.work import Work
 from echelon.errors import CommTimeout
+from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import Storage, view_as_rows
 from echelon.modules.sharded_tensor import ShardedTensor
@@ -80,34 +81,6 @@ class Slots:
         i, self._next = self._next, (self._next + 1) % len(self._windows)
         self._users[i] = user
         return self._windows[i].local
-
-
-class GradientBuffer(NamedTuple):
-    """The memory in which the gradients of one storage travel, 1D.
-
-    ``views`` has one view for each parameter, or by rows one for each parameter and rank.
-    """
-
-    memory: Tensor
-    views: list[list[Tensor]]
-
-    def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy unsharded gradients in; None counts as zero."""
-        targets, sources = [], []
-        for views, gradient in zip(self.views, gradients, strict=True):
-            if gradient is None:
-                torch._foreach_zero_(views)
-            elif not gradient.numel():
-                continue  # rows without elements belong to no rank
-            elif len(views) == 1:
-                targets.append(views[0])
-                sources.append(gradient)
-            else:
-                rows = gradient if gradient.dim() else gradient.view(1)
-                targets += views
-                sources += rows.split([view.shape[0] for view in views])
-        if targets:
-            torch._foreach_copy_(targets, sources)
 
 
 @final
