@@ -21,7 +21,7 @@ reduction in ``gradients``.
 ``gradient_reducer``  collects gradients and launches their reductions
 ``backward``          which units a backward has reached, left and completed
 ``hooks``             the hooks on modules, and when shards may be written
-``join``              evaluation where some ranks have no rows
+``evaluation_rounds`` evaluation where some ranks have no rows
 ``build``             from a module to units with memory and initial values, and back
 ``guards``            keeps code outside from taking shards for unsharded parameters
 ``sharded_module``    what a sharded model is when it does not train

@@ -16,8 +16,8 @@ from echelon.checks import Reduction
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import InitialValues, build_units
+from echelon.fsdp.evaluation_rounds import EvaluationRounds
 from echelon.fsdp.hybrid_groups import HybridGroups
-from echelon.fsdp.join import Rounds
 from echelon.fsdp.policy import (
     BackwardPrefetch,
     FSDPOptions,
@@ -108,7 +108,7 @@ class FSDP(ShardedModule):
     """
 
     _repr_html_ = html_of
-    _rounds: Rounds | None = None  # of the ``join`` that is entered
+    _rounds: EvaluationRounds | None = None  # of the ``join`` that is entered
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class FSDP(ShardedModule):
         if self._rounds is not None:
             raise StateError("join() inside join(): one block goes around the forwards")
         self._check_idle("join()", "call it outside")
-        rounds = self._rounds = Rounds(self._groups)
+        rounds = self._rounds = EvaluationRounds(self._groups)
         try:
             yield
             with torch.no_grad():

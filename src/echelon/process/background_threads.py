@@ -42,8 +42,8 @@ def run_in_background(name: str, target: Callable[..., object], *args: object) -
     _started.add(thread)
     thread.start()
     _of_system[:] = [kept for kept in _of_system if kept.is_alive()]
-    if thread.native_id is not None and (found := SystemThread.of(thread.native_id)) is not None:
-        _of_system.append(found)
+    if thread.native_id is not None and (system := SystemThread.of(thread.native_id)) is not None:
+        _of_system.append(system)
     return thread
 
 

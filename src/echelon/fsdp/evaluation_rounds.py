@@ -19,7 +19,7 @@ from echelon.errors import StateError
 from echelon.fsdp.hybrid_groups import HybridGroups
 
 
-class JoinStep(IntEnum):
+class NextPass(IntEnum):
     """What a rank is about to do; the highest of all ranks counts."""
 
     LEFT = 0
@@ -28,7 +28,7 @@ class JoinStep(IntEnum):
 
 
 @final
-class Rounds:
+class EvaluationRounds:
     """The announcements of one ``join``."""
 
     def __init__(self, groups: HybridGroups) -> None:
@@ -36,21 +36,21 @@ class Rounds:
 
     def announce_forward(self) -> None:
         """A forward begins. Raises StateError on all ranks if one of them makes a graph."""
-        self._exchange(JoinStep.TRAINS if torch.is_grad_enabled() else JoinStep.EVALUATES)
+        self._exchange(NextPass.TRAINS if torch.is_grad_enabled() else NextPass.EVALUATES)
 
     def shadow(self, forward: Callable[[], object]) -> None:
         """Take part in the forwards of the others, until no rank has one."""
-        while self._exchange(JoinStep.LEFT) is not JoinStep.LEFT:
+        while self._exchange(NextPass.LEFT) is not NextPass.LEFT:
             forward()
 
-    def _exchange(self, step: JoinStep) -> JoinStep:
+    def _exchange(self, step: NextPass) -> NextPass:
         most = torch.tensor([step], dtype=torch.int64, device=self._groups.shard.device)
         self._groups.all_reduce(most, "max", "announcement of join()")
-        if most.item() == JoinStep.TRAINS:
+        if most.item() == NextPass.TRAINS:
             raise StateError(
                 "FSDP.join() is for evaluation under torch.no_grad(), and a rank runs a forward "
                 "that makes a graph: every rank steps the optimizer for its own shards, so in "
                 "training every rank needs a batch in every step. Let ec.ResumableSampler deal "
                 "the samples, or train the model in ec.DDP, whose join() allows it"
             )
-        return JoinStep(int(most.item()))
+        return NextPass(int(most.item()))
