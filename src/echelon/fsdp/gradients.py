@@ -138,7 +138,8 @@ class GradientShard:
 
     def _references(self, flat: Tensor) -> list[int]:
         memory = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-        return [memory, *map(sys.getrefcount, self.views), *map(Tensor._use_count, self.views)]
+        tensors = map(Tensor._use_count, self.views)  # type: ignore[attr-defined]
+        return [memory, *map(sys.getrefcount, self.views), *tensors]
 
     def _leave_to_holders(self) -> None:
         """Use new memory from now on if somebody keeps gradients; see the note."""
