@@ -54,7 +54,15 @@ if TYPE_CHECKING:
         UnsupportedError,
         WorldError,
     )
-    from echelon.fsdp import FSDP, BackwardPrefetch, MixedPrecision, Offload, Strategy, units
+    from echelon.fsdp import (
+        FSDP,
+        BackwardPrefetch,
+        MixedPrecision,
+        Offload,
+        ShardInfo,
+        Strategy,
+        units,
+    )
     from echelon.laboratory.blackbox import Blackbox
     from echelon.laboratory.compare import compare
     from echelon.laboratory.comparison import (
@@ -138,6 +146,7 @@ __all__ = [
     "ResumableSampler",
     "SampleStream",
     "ScheduleError",
+    "ShardInfo",
     "SharedColumn",
     "SharedMemoryError",
     "StageError",
@@ -205,6 +214,7 @@ _HOMES = {
     "BackwardPrefetch": "echelon.fsdp",
     "MixedPrecision": "echelon.fsdp",
     "Offload": "echelon.fsdp",
+    "ShardInfo": "echelon.fsdp",
     "Strategy": "echelon.fsdp",
     "Pipeline": "echelon.pipeline.api",
     "Cause": "echelon.laboratory.comparison",

@@ -14,6 +14,7 @@ from echelon.errors import (
     CollectiveMismatch,
     CommTimeout,
     RankFailed,
+    StateError,
 )
 
 
@@ -289,3 +290,13 @@ def test_what_was_added_to_an_exception_is_shown() -> None:
     empty = ValueError()
     empty.add_note("the cause may be this")
     assert failure_report([FailureRecord.of(empty, 0)], [])[0] == "rank 0 raised ValueError"
+
+
+def test_what_an_error_of_ours_advises_is_told_whole() -> None:
+    advice = "facts " * 80 + "call model.state_dict() " + "on all ranks " * 80 + "or ec.save"
+    ours, theirs = (
+        "\n".join(text({rank: record(error, rank, rank) for rank in range(2)}))
+        for error in (StateError(advice), KeyError(advice))
+    )
+    assert ours.count(advice) == 2
+    assert theirs.count(advice) == 0

@@ -99,6 +99,7 @@ def test_the_master_dtype_is_that_of_small_units_too() -> None:
         ({"master": torch.int8}, "MixedPrecision master"),
         ({"master": torch.float16, "compute": torch.float32}, "would lose bits"),
         ({"keep_low_precision_grads": 1}, "MixedPrecision keep_low_precision_grads is 1"),
+        ({"cast_forward_inputs": None}, "MixedPrecision cast_forward_inputs is None"),
     ],
 )
 def test_precisions_that_contradict_themselves_are_refused(options, message) -> None:

@@ -57,6 +57,28 @@ def test_compute_is_low_and_shards_are_not() -> None:
     ec.run(computes_low, 2)
 
 
+def times_that_arrive(world: World, cast: bool) -> list[float]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 2)
+
+        def forward(self, time: Tensor) -> Tensor:
+            self.seen = time
+            return self.layer((time / 1000).unsqueeze(-1).to(self.layer.weight.dtype))
+
+    precision = ec.MixedPrecision(compute=torch.bfloat16, cast_forward_inputs=cast)
+    model = shard(world, Model(), units=ec.units.whole(), precision=precision)
+    model(time=torch.tensor([999.0, 501.0])).sum().backward()
+    assert model.module.seen.dtype == (torch.bfloat16 if cast else torch.float32)
+    return model.module.seen.tolist()
+
+
+@pytest.mark.parametrize(("cast", "times"), [(True, [1000.0, 500.0]), (False, [999.0, 501.0])])
+def test_inputs_keep_their_bits_where_they_are_not_cast(cast, times) -> None:
+    assert ec.run(times_that_arrive, 2, args=(cast,)) == [times, times]
+
+
 def reduces_low(world: World) -> tuple[list[torch.dtype], float]:
     seen: list[int] = []
     with ec.events.listen(

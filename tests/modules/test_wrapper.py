@@ -146,3 +146,17 @@ def check_other_ddp(world: ec.World) -> None:
 
 def test_pytorchs_ddp_does_not_wrap_ours() -> None:
     ec.run(check_other_ddp, 2, "processes")
+
+
+def check_attributes(world: ec.World, wrapper: str) -> None:
+    model = wrapped(wrapper, world)
+    inner = type(model.module).__name__
+    text = f"'{wrapper}' object has no attribute 'joined', and neither has the '{inner}'"
+    with pytest.raises(AttributeError, match=text):
+        model.joined  # noqa: B018
+    assert "training" in dict(inspect.getmembers(model))
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
+def test_attributes_can_all_be_read_and_one_that_is_missing_names_the_wrapper(wrapper: str) -> None:
+    ec.run(check_attributes, 2, args=(wrapper,))

@@ -43,6 +43,40 @@ def test_a_script_that_leaves_a_rank_behind_which_computes_ends_with_its_own_cod
     assert (found.returncode, found.stderr) == (5, "")
 
 
+FAILED_BACKWARD = """
+import torch
+import echelon as ec
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("in backward")
+
+def main(world):
+    weights = [torch.ones(8, requires_grad=True) for _ in range(200)]
+    for weight in weights:
+        weight.register_hook(lambda grad: grad)
+    loss = sum((Fails.apply(weight).sin() * weight).sum() for weight in weights)
+    loss.backward()
+
+try:
+    ec.run(main, 4)
+except KeyError:
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_has_caught_a_failed_backward_ends_with_its_own_code() -> None:
+    command = [sys.executable, "-c", FAILED_BACKWARD]
+    codes = [subprocess.run(command, timeout=60, check=False).returncode for _ in range(3)]
+    assert codes == [0] * 3
+
+
 def test_a_thread_that_ends_by_itself_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bool] = []
 

@@ -14,6 +14,7 @@ import pytest
 
 from echelon.process.process_status import (
     ProcessStatus,
+    SystemThread,
     activity,
     others_work,
     resident_nbytes,
@@ -114,3 +115,15 @@ def test_threads_of_this_process_work_and_the_calling_one_does_not_count() -> No
     finally:
         over.set()
         thread.join()
+
+
+def test_a_thread_of_the_system_is_alive_until_it_has_ended() -> None:
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait)
+    thread.start()
+    found = SystemThread.of(thread.native_id)
+    assert found is not None
+    assert found.is_alive()
+    go_on.set()
+    thread.join()
+    wait_until(lambda: not found.is_alive())

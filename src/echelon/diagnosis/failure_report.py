@@ -86,11 +86,12 @@ def _exception_lines(record: FailureRecord) -> list[str]:
     """The lines for a rank that raised."""
     message = record.message.strip().split("\n")[1:]
     rows = _distinct(message) if record.is_disagreement else message
-    lines = [_cut(record.headline), *(_cut(f"  {line}") for line in rows[:_MESSAGE_LINES])]
+    lines = [record.headline, *(f"  {line}" for line in rows[:_MESSAGE_LINES])]
+    lines = [_cut_of(record, line) for line in lines]
     # Frames and their source are indented; the message at the end is not.
     trace = [line for line in record.traceback.split("\n") if line.startswith("  ")]
     trace = [line for line in trace if line.strip() not in {line.strip() for line in message}]
-    if EchelonError.revived(record.type, record.message, {}) is not None:  # raised on purpose
+    if _is_ours(record):  # raised on purpose
         trace = _frames_of_user(trace) or trace
     if record.place and record.place not in record.message:
         lines.append(_cut(f"  at {record.place}"))
@@ -172,7 +173,7 @@ def _finished(
     lines: Sequence[str], others: Sequence[FailureRecord], notes: Sequence[str]
 ) -> list[str]:
     """``lines`` with what else happened and the notes, within the limit."""
-    ending = [_cut(f"then {record.headline}") for record in others[:_OTHER_LINES]]
+    ending = [_cut_of(record, f"then {record.headline}") for record in others[:_OTHER_LINES]]
     if len(others) > _OTHER_LINES:
         ending.append(f"and {len(others) - _OTHER_LINES} more ranks failed after it")
     ending = ["", *ending, *notes]
@@ -183,6 +184,15 @@ def _tail(text: str, count: int) -> list[str]:
     """The last lines that hold something, indented."""
     lines = [line for line in text.splitlines() if line.strip()]
     return [_cut(f"  {line}") for line in lines[-count:]]
+
+
+def _is_ours(record: FailureRecord) -> bool:
+    return EchelonError.revived(record.type, record.message, {}) is not None
+
+
+def _cut_of(record: FailureRecord, line: str) -> str:
+    """A line of a message; whole where the error is ours, for it says somewhere what to do."""
+    return line if _is_ours(record) else _cut(line)
 
 
 def _cut(line: str) -> str:

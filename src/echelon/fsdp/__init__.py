@@ -12,6 +12,7 @@ reduction in ``gradients``.
 ``local_shard``       this rank's shard: in which memory it is, and which streams copy it
 ``storage``           the memory of parameters of one kind: shards, and unsharded parameters
 ``storage_kinds``     the kinds of storage: shared, gathered, replicated
+``gradient_buffer``   the memory in which the unsharded gradients of one storage travel
 ``gradients``         from unsharded gradients to this rank's reduced shard of them
 ``unit``              the states of a unit: sharded, unsharding, unsharded, hidden
 ``execution_order``   in which order units are unsharded and reduced, the same on all ranks
@@ -20,6 +21,7 @@ reduction in ``gradients``.
 ``gradient_reducer``  collects gradients and launches their reductions
 ``backward``          which units a backward has reached, left and completed
 ``hooks``             the hooks on modules, and when shards may be written
+``evaluation_rounds`` evaluation where some ranks have no rows
 ``build``             from a module to units with memory and initial values, and back
 ``guards``            keeps code outside from taking shards for unsharded parameters
 ``sharded_module``    what a sharded model is when it does not train
@@ -34,5 +36,6 @@ of a new kind, add a subclass of ``Storage`` with its condition in ``storage_kin
 import echelon.fsdp.fsdp_view  # noqa: F401  # gives FSDP its view
 from echelon.fsdp.api import FSDP
 from echelon.fsdp.policy import BackwardPrefetch, MixedPrecision, Offload, Strategy
+from echelon.fsdp.shard_layout import ShardInfo
 
-__all__ = ["FSDP", "BackwardPrefetch", "MixedPrecision", "Offload", "Strategy"]
+__all__ = ["FSDP", "BackwardPrefetch", "MixedPrecision", "Offload", "ShardInfo", "Strategy"]

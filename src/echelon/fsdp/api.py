@@ -17,6 +17,7 @@ from echelon.checks import Reduction
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import InitialValues, build_units
+from echelon.fsdp.evaluation_rounds import EvaluationRounds
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import (
     BackwardPrefetch,
@@ -108,6 +109,7 @@ class FSDP(ShardedModule):
     """
 
     _repr_html_ = html_of
+    _rounds: EvaluationRounds | None = None  # of the ``join`` that is entered
 
     def __init__(
         self,
@@ -175,9 +177,11 @@ class FSDP(ShardedModule):
         """
         _check_transforms((args, kwargs))
         precision = self._options.precision
-        if precision.compute is not None:
+        if precision.compute is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
         if not self._hooks.depth:
+            if self._rounds is not None:
+                self._rounds.announce_forward()
             is_nested = in_backward()
             if not is_nested:
                 self._hooks.backward.discard_aborted()
@@ -215,6 +219,28 @@ class FSDP(ShardedModule):
                 False.
         """
         self._hooks.backward.reduce_now(may_be_none=may_be_none)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks evaluate different numbers of batches: put their forwards inside.
+
+        A rank that leaves the block early takes part in the others' unshards, until all have left.
+        All ranks enter it, under ``torch.no_grad()``, around one batch or around all of them.
+
+        Raises:
+            StateError: on all ranks, if a forward makes a graph; ``join`` inside ``join``, a
+                forward, a backward or ``full_parameters()``.
+        """
+        if self._rounds is not None:
+            raise StateError("join() inside join(): one block goes around the forwards")
+        self._check_idle("join()", "call it outside")
+        rounds = self._rounds = EvaluationRounds(self._groups)
+        try:
+            yield
+            with torch.no_grad():
+                rounds.shadow(lambda: self._hooks.forward(lambda: None, (), {}))
+        finally:
+            self._rounds = None
 
     # For schedules that run a model many times before an optimizer step ----------------------
 

@@ -22,12 +22,19 @@ them, so every slot would look as if it were in use: there, slots are always wai
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
 ``.grad`` cannot hold every value of that dtype, the sum is kept separately, and ``.grad`` is the
 rounded sum. If the user writes into ``.grad``, that replaces the sum before the next addition.
+
+[Note: gradients that somebody keeps]
+After ``zero_grad()`` a new backward may write over the memory of the earlier gradients, unless
+somebody still holds one of them, or a view of one: plain torch lets them be. Each reference to a
+tensor or its memory is counted, so a count that is higher than ours alone shows it, and the new
+gradients get new memory.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -37,6 +44,7 @@ from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, is_cpu
 from echelon.comm.work import Work
 from echelon.errors import CommTimeout
+from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import Storage, view_as_rows
 from echelon.modules.sharded_tensor import ShardedTensor
@@ -75,34 +83,6 @@ class Slots:
         return self._windows[i].local
 
 
-class GradientBuffer(NamedTuple):
-    """The memory in which the gradients of one storage travel, 1D.
-
-    ``views`` has one view for each parameter, or by rows one for each parameter and rank.
-    """
-
-    memory: Tensor
-    views: list[list[Tensor]]
-
-    def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy unsharded gradients in; None counts as zero."""
-        targets, sources = [], []
-        for views, gradient in zip(self.views, gradients, strict=True):
-            if gradient is None:
-                torch._foreach_zero_(views)
-            elif not gradient.numel():
-                continue  # rows without elements belong to no rank
-            elif len(views) == 1:
-                targets.append(views[0])
-                sources.append(gradient)
-            else:
-                rows = gradient if gradient.dim() else gradient.view(1)
-                targets += views
-                sources += rows.split([view.shape[0] for view in views])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-
 @final
 class GradientShard:
     """This rank's shard of the gradients of one storage.
@@ -123,6 +103,7 @@ class GradientShard:
         self.wire_dtype, self.grad_dtype = wire_dtype, grad_dtype
         self.views: list[Tensor] = []
         self._flat: Tensor | None = None
+        self._held_by_us: list[int] = []  # the references to ``views`` and ``flat``
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
         self._version = 0  # of ``flat``, when it was last the rounded sum
@@ -152,7 +133,19 @@ class GradientShard:
             storage = self.storage
             self._flat = storage.devices.empty_shard(storage.shard_numel, self.grad_dtype).zero_()
             self.views = storage.mark_gradients(self._views_of(self._flat))
+            self._held_by_us = self._references(self._flat)
         return self._flat
+
+    def _references(self, flat: Tensor) -> list[int]:
+        memory = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+        tensors = map(Tensor._use_count, self.views)  # type: ignore[attr-defined]
+        return [memory, *map(sys.getrefcount, self.views), *tensors]
+
+    def _leave_to_holders(self) -> None:
+        """Use new memory from now on if somebody keeps gradients; see the note."""
+        flat = self._flat
+        if flat is not None and self._references(flat) != self._held_by_us:
+            self._flat, self.views = None, []
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         storage = self.storage
@@ -203,17 +196,28 @@ class GradientShard:
         params = self.storage.optimizer_params
         has_gradient = [param.grad is not None for param in params]
         if not any(has_gradient):
+            self._leave_to_holders()
             return None
         flat = self.flat  # this makes the views, if it is their first use
-        sums = self.views if self._sum is None else self._views_of(self._sum)
-        for param, view, total in zip(params, self.views, sums, strict=True):
-            if param.grad is None:
-                total.zero_()
-            elif param.grad is not view:  # the user has replaced it
-                total.copy_(param.grad)
-            elif total is not view and flat._version != self._version:
-                total.copy_(view)  # the user has written into it
+        is_written = flat._version != self._version
+        others: list[Tensor | None] = []  # by parameter, what the user has set instead of our view
+        is_ours = []
+        for param, view in zip(params, self.views, strict=True):
+            is_ours.append(param.grad is view)
+            others.append(None if param.grad is view else param.grad)
             param.grad = None
+        if not all(is_ours):
+            self._leave_to_holders()
+            if self.flat is not flat:
+                self.flat.copy_(flat)
+        sums = self.views if self._sum is None else self._views_of(self._sum)
+        for ours, other, view, total in zip(is_ours, others, self.views, sums, strict=True):
+            if not ours and other is None:
+                total.zero_()
+            elif other is not None:
+                total.copy_(other)
+            elif total is not view and is_written:
+                total.copy_(view)  # the user has written into it
         return has_gradient
 
     def put_back(self, reduced_before: Sequence[bool] | None) -> None:

@@ -129,7 +129,14 @@ class Hooks:
             self._end_forward()
         if not self.depth:
             self._post_forward(0, output)
+        if is_outermost and not self.units[0].module.training:
+            self._reshard_after_evaluation()
         return output
+
+    def _reshard_after_evaluation(self) -> None:
+        """Under ``eval()`` no backward is likely to come; one that comes unshards again."""
+        if self._run.has_graph and not self.unsharder.keeps_unsharded and not self.depth:
+            self.unsharder.reshard_between_passes()
 
     def _begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._run = ForwardRun(has_graph=torch.is_grad_enabled())

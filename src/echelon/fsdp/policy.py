@@ -104,8 +104,7 @@ class MixedPrecision:
 
     Attributes:
         compute: the dtype of floating-point parameters in forward and backward, and in all-gathers
-            (FSDP2's ``param_dtype``); None: that of the parameter. Inputs of the model are cast to
-            it, too.
+            (FSDP2's ``param_dtype``); None: that of the parameter.
         reduce: the dtype in which gradients are reduced over ranks, and accumulated over backwards
             (FSDP2's ``reduce_dtype``); None: that of the shard.
         master: the dtype of the shards of floating-point parameters, which the optimizer updates,
@@ -114,6 +113,8 @@ class MixedPrecision:
         keep: module classes whose parameters compute in their own dtype, such as norms.
         keep_low_precision_grads: leave ``.grad`` in the dtype of the reduction, for an optimizer
             that casts it itself; the optimizers of torch require the dtype of the parameter.
+        cast_forward_inputs: whether floating-point inputs of the model are cast to ``compute``.
+            False: they arrive as they are, and the model casts them itself.
     """
 
     compute: torch.dtype | None = None
@@ -122,11 +123,13 @@ class MixedPrecision:
     buffers: torch.dtype | None = None
     keep: tuple[type[nn.Module], ...] = ()
     keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("compute", "reduce", "master", "buffers"):
             checks.floating(f"MixedPrecision {name}", getattr(self, name))
         checks.flag("MixedPrecision keep_low_precision_grads", self.keep_low_precision_grads)
+        checks.flag("MixedPrecision cast_forward_inputs", self.cast_forward_inputs)
         compute, master = self.compute, self.master
         if compute is not None and master is not None and master.itemsize < compute.itemsize:
             raise ArgumentError(

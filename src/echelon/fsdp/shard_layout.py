@@ -41,7 +41,7 @@ class ShardRange:
 @final
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which elements of a parameter one rank has, for users.
+    """Which elements of a parameter one rank has; ``FSDP.shard_info`` gives one for each rank.
 
     Attributes:
         rank: the rank in the group.

@@ -105,7 +105,7 @@ class Unsharder:
         self._drop_prefetched()
         self.order.agree(self._groups)
         self.order.begin_forward(torch.is_grad_enabled())
-        self.publish_shards("parameters are ready")
+        self.publish_shards("parameters are ready (where a rank has no batch, use model.join())")
 
     def end_forward(self) -> None:
         """An outermost forward is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.modules.compiled import plain_name
+
+_TORCH_DDP = "torch.nn.parallel.distributed"
 
 
 def check_may_sync(*, in_no_sync: bool, in_backward: bool) -> None:
@@ -42,7 +45,22 @@ class Wrapper(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            return self._of_module(name)
+
+    def _of_module(self, name: str) -> Any:
+        module = self.module
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            inner, outer = type(module).__name__, type(self).__name__
+            if str(error) != f"{inner!r} object has no attribute {name!r}":
+                raise  # of code of the module
+            raise AttributeError(
+                f"{outer!r} object has no attribute {name!r}, and neither has the {inner!r} that "
+                "it wraps",
+                name=name,
+                obj=self,
+            ) from None
 
     def _wear_forward(self) -> None:
         """Give ``forward`` the signature of the module's forward, which tools read."""
@@ -56,8 +74,13 @@ class Wrapper(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse PyTorch's ``DistributedDataParallel``, which reads this attribute first."""
+        """Refuse PyTorch's ``DistributedDataParallel``, which reads this attribute first.
+
+        For whoever else reads it, such as ``inspect.getmembers``, there is no such attribute.
+        """
         name = type(self).__name__
+        if sys._getframe(1).f_globals.get("__name__") != _TORCH_DDP:
+            raise AttributeError(f"{name!r} object has no attribute that {_TORCH_DDP} ignores")
         raise UnsupportedError(
             f"an echelon {name} was given to torch.nn.parallel.DistributedDataParallel, which "
             "would reduce its gradients once more. The Trainer of transformers and prepare() of "

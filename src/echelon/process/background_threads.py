@@ -6,6 +6,10 @@ down is unwound through C++ code that allows no such thing, and the whole proces
 134), whatever the script has done. So before that the threads that still run get some time, and
 then an exception of their own. One that is stuck inside a single call cannot be reached; it does
 not come back, either. A thread that waits for work is asked to end by its own way, at once.
+
+A thread that has ended for Python has not ended for the system: it still destroys what C++ keeps
+for each thread. Of a backward that failed, autograd keeps the tasks that are left, which hold
+objects of Python. So the end of the interpreter awaits the end of the system's threads, too.
 """
 
 from __future__ import annotations
@@ -21,12 +25,16 @@ from typing import Any, TypeVar, final
 
 from echelon.process import time_limits
 from echelon.process.operating_system import at_fork
+from echelon.process.process_status import SystemThread
 
 _T = TypeVar("_T")
+_PAUSE_S = 0.001  # a thread that has ended for Python has little left to do
+
 # With what asks a thread to end, where there is such a method.
 _started: weakref.WeakKeyDictionary[threading.Thread, weakref.WeakMethod[Any] | None] = (
     weakref.WeakKeyDictionary()
 )
+_of_system: list[SystemThread] = []  # of those that have started, and may still run
 
 
 def run_in_background(
@@ -51,6 +59,10 @@ def run_in_background(
     if not until_the_end:
         _started[thread] = None if stop is None else weakref.WeakMethod(stop)
     thread.start()
+    _of_system[:] = [kept for kept in _of_system if kept.is_alive()]
+    known = None if thread.native_id is None else SystemThread.of(thread.native_id)
+    if known is not None and not until_the_end:
+        _of_system.append(known)
     return thread
 
 
@@ -161,11 +173,17 @@ def tell_to_end(thread: threading.Thread) -> None:
 
 
 def _all_ended(seconds: float) -> bool:
-    """Whether all threads end within that time."""
+    """Whether all threads end within that time, for Python and for the system."""
     deadline = time.monotonic() + seconds
     for thread in list(_started):
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in list(_started))
+    if any(thread.is_alive() for thread in list(_started)):
+        return False
+    while any(thread.is_alive() for thread in list(_of_system)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
 
 
 atexit.register(end_all)

@@ -53,6 +53,30 @@ class ProcessStatus:
         return self.state in "Tt"
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class SystemThread:
+    """A thread of this process as the kernel knows it; it outlives the thread of Python.
+
+    Attributes:
+        number: the kernel's number of it.
+        start_ticks: tells it from another thread that has had the same number.
+    """
+
+    number: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, number: int) -> Self | None:
+        """The thread of that number; None where it has ended, or there is no ``/proc``."""
+        fields = _fields(_PROC / "self" / "task" / str(number) / "stat")
+        return cls(number, int(fields[19])) if fields and fields[0] not in "ZX" else None
+
+    def is_alive(self) -> bool:
+        """Whether the kernel still has it."""
+        return SystemThread.of(self.number) == self
+
+
 def activity(pid: int, thread: int) -> str:
     """What a rank does that is in no communication, as it reads after its name.
 
