@@ -48,8 +48,8 @@ _COLUMNS = (
 _UNSAID = ("", "?", "nan")
 _GATED, _NOT_GATED = ("swiglu", "geglu"), ("gelu", "relu", "silu")
 _SCHEDULES = (*_UNSAID, "none", "1f1b", "interleaved-1f1b", "interleaved")
-_DTYPES = ("bf16", "fp16")  # whose rates a device has; other known ones are not priced
-_NOT_PRICED = ("fp8", "fp32", "tf32")
+_DTYPES = ("bf16", "fp16")  # whose rates a device has
+_NOT_PRICED = ("fp8",)
 _MOST = 1e15
 _DEVICES = {"H100-SXM-96": "H100-SXM-96-500W", "H100-PCIe-80": "H100-PCIe", "H800": "H800-SXM"}
 
@@ -288,7 +288,7 @@ def _check_plan(row: Mapping[str, str], layout: Layout, model: Transformer) -> N
         raise ArgumentError("ep is more than 1, and no column says how many experts there are")
     if layout.pp > 1:
         one_of("schedule", _text(row, "schedule"), _SCHEDULES)
-    one_of("dtype", _text(row, "dtype"), (*_DTYPES, *_NOT_PRICED))
+    one_of("dtype", _text(row, "dtype"), _DTYPES)
 
 
 def _blocks(row: Mapping[str, str], layout: Layout) -> tuple[int, ...] | None:

@@ -82,6 +82,7 @@ def printed(
         ({"recompute": "some"}, "recompute is 'some'; use one of"),
         ({"attention": ""}, "attention is ''; give flash or unfused"),
         ({"dtype": "fp32"}, "dtype is 'fp32'; use one of"),
+        ({"dtype": "fp8"}, "dtype is fp8, and devices have the rates of 16 bits alone"),
         ({"ep": "8"}, "ep is more than 1"),
         ({"gpus": "64"}, "gpus is 64, and tp * cp * pp * dp is 16"),
         ({"gbs": "1000"}, "gbs is 1000, which mbs * dp, 32, does not divide"),

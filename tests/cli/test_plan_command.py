@@ -18,15 +18,17 @@ MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 LLAMA = MODELS / "llama-3-8b.json"
 
 
-def call(*arguments: object) -> tuple[int, str]:
+def call(*arguments: object, columns: int = 200) -> tuple[int, str]:
     result = CliRunner().invoke(
-        app, ["plan", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"}
+        app, ["plan", *map(str, arguments)], env={"COLUMNS": str(columns), "TERM": "dumb"}
     )
     return result.exit_code, result.output
 
 
 def test_the_best_plans_are_a_table_with_what_bounds_them() -> None:
-    code, output = call(LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--best", 3)
+    arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--best", 3)
+    assert "No ec.Plan" not in call(*arguments)[1]  # plans that echelon runs are the default
+    code, output = call(*arguments, "--axes", "all")
     assert code == 0
     assert "8.03 B parameters on 8 H100-SXM" in output
     assert "attention 3" in output
@@ -81,6 +83,8 @@ def test_where_nothing_fits_the_nearest_plans_are_named_with_rank_moment_and_byt
     first, *nearest = output.splitlines()
     assert code == 1
     assert first.startswith("None of")
+    *nearest, more = nearest
+    assert more.startswith("No number of H100-SXM would do with this batch")
     assert len(nearest) == 3
     for line in nearest:
         assert re.search(r"rank \d would have [\d.]+ GiB (after|in) .* of \d+ \(.*\), of", line)
@@ -155,7 +159,7 @@ def test_only_what_an_ec_plan_says_is_looked_at_with_axes_plan() -> None:
     plans = json.loads(call(*arguments, "--axes", "plan", "--best", 50)[1])["plans"]
     assert all(plan["call"].startswith("ec.Plan(") for plan in plans)
     assert {(plan["tp"], plan["cp"], plan["ep"]) for plan in plans} == {(1, 1, 1)}
-    every = json.loads(call(*arguments, "--best", 200)[1])["plans"]
+    every = json.loads(call(*arguments, "--axes", "all", "--best", 200)[1])["plans"]
     assert {plan["call"] is None for plan in every} == {True, False}
 
 
@@ -229,3 +233,19 @@ def test_the_machine_at_hand_can_be_measured_instead_of_a_cluster(
     assert best["dp"] * best["shard"] * best["pp"] * best["tp"] * best["cp"] == 2
     code, output = call(LLAMA, "--measure", 2, "--cluster", "8 H100", "--global-batch", 8)
     assert (code, "give --cluster, or --measure" in output) == (2, True)
+
+
+def test_a_table_in_80_columns_breaks_no_word() -> None:
+    arguments = (LLAMA, "--cluster", "8x8 H100", "--global-batch", 256, "--price", 2)
+    output = call(*arguments, columns=80)[1]
+    assert max(map(len, output.splitlines())) <= 80
+    assert set(output.split()) - set(call(*arguments, columns=300)[1].split()) == set()
+
+
+def test_where_nothing_fits_it_says_how_many_devices_would_do() -> None:
+    for hosts, fits in ((1, False), (32, False), (64, True)):
+        place = f"{hosts}x8 H100"
+        arguments = (MODELS / "llama-3-405b.json", "--cluster", place, "--global-batch", 512)
+        code, output = call(*arguments, "--best", 1)
+        assert (code == 0) == fits
+        assert ("A plan fits 512 H100-SXM: 64 hosts of such." in output) != fits

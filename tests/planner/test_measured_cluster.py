@@ -3,9 +3,11 @@
 import pytest
 
 from echelon.errors import ArgumentError
+from echelon.planner.api import plan
 from echelon.planner.layout import Layout, ShardedStates
 from echelon.planner.measured_cluster import as_cluster, measure_cluster
 from echelon.planner.rank_rates import RankRates
+from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import step_time
 from tests.planner.sizes import MODEL
 
@@ -54,3 +56,24 @@ def test_no_rank_and_no_time_are_refused() -> None:
         measure_cluster(0)
     with pytest.raises(ArgumentError, match="seconds"):
         measure_cluster(2, seconds=0.0)
+
+
+def test_a_measured_plan_computes_in_the_float32_that_was_measured() -> None:
+    """The call, the plan, what the script does besides, and the bytes that are priced."""
+    measured = as_cluster([RATES, RATES], 16e9)
+    for shard in (1, 2):
+        fixed = {"shard": shard, "microbatch": 1}
+        priced = plan(MODEL, measured, global_batch=4, fixed=fixed).best
+        usual = plan(MODEL, "2 A100", global_batch=4, fixed=fixed).best
+        assert "bfloat16" not in priced.explain()
+        assert "It computes in float32, as was measured." in priced.options()
+        assert "bfloat16" in usual.explain()
+        assert "precision" not in priced.plan.fsdp
+        layout = priced.layout
+        by_stack = [
+            step_memory(MODEL, layout, stack).categories()
+            for stack in (measured.stack, usual.stack)
+        ]
+        for name in ("parameters", "activations"):
+            assert by_stack[0][name] == 2 * by_stack[1][name], name
+        assert by_stack[0]["optimizer"] == by_stack[1]["optimizer"] * 8 / 12

@@ -76,6 +76,7 @@ def test_our_own_fields_are_taken_as_they_are(tmp_path: Path) -> None:
         ({**LLAMA, "mlp_only_layers": [0]}, "mlp_only_layers = .0., which sizes do not say"),
         ({**LLAMA, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "torch_dtype = .float8_e4m3fn., and plans are"),
     ],
 )
 def test_what_is_wrong_is_said(value: Any, sentence: str, tmp_path: Path) -> None:

@@ -107,3 +107,18 @@ def test_an_operation_without_shapes_on_meta_is_named() -> None:
         library.impl("unknown", lambda x: x.clone(), "CPU")
         with ShapesOnly(), pytest.raises(UnsupportedError, match=r"echelon_test\.unknown"):
             torch.ops.echelon_test.unknown(torch.zeros(MANY))
+
+
+def test_a_large_result_of_small_tensors_is_not_computed() -> None:
+    """The gradient of a weight from a few tokens, of an embedding, and of a slice."""
+    with ShapesOnly():
+        grad, x = torch.ones(8, 70_000), torch.ones(8, 4096)  # the first has values by a view
+        few = torch.arange(8.0)
+        for made in (
+            grad.t() @ x,
+            few[:, None] @ torch.ones(1, 8).repeat(1, 40_000),
+            torch.ops.aten.slice_backward(few, [10**6], 0, 0, 8, 1),
+            torch.ops.aten.embedding_dense_backward(x, torch.arange(8), 100_000, -1, False),
+        ):
+            assert made.mean().item() == 0.0
+        assert (few[:, None] > few).sum().item() == 28  # masks are what programs look at

@@ -37,9 +37,7 @@ _Goal = Annotated[str, typer.Option(help="What is best: tokens/s, cost or memory
 _Price = Annotated[
     float | None, typer.Option(help="Of a device for an hour, for the cost of tokens.")
 ]
-_Axes = Annotated[
-    str, typer.Option(help="all, or plan: what an ec.Plan says, without tp, cp and ep.")
-]
+_Axes = Annotated[str, typer.Option(help="plan: what an ec.Plan says; or all, with tp, cp and ep.")]
 _Stack = Annotated[str, typer.Option(help="The software whose constants are used.")]
 _Best = Annotated[int, typer.Option(min=1, help="How many plans are shown.")]
 _Refused = Annotated[int, typer.Option(min=0, help="How many plans that do not fit are shown.")]
@@ -74,7 +72,7 @@ def plan_with(
     max_memory: _MaxMemory = None,
     goal: _Goal = "tokens/s",
     price: _Price = None,
-    axes: _Axes = "all",
+    axes: _Axes = "plan",
     stack: _Stack = "fsdp",
     best: _Best = 10,
     refused: _Refused = 0,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from echelon.checks import is_count, positive
@@ -106,6 +107,8 @@ def show(request: PlanRequest) -> int:
     if not request.as_json:
         for refused in _nearest(plans, request):
             say(f"  {refused}")
+    if not plans and not request.as_json:
+        say(f"{plans.how_many_fit()}.")
     if request.html is not None:
         write_files({"html": request.html}, lambda form: plans_page(plans), "the page of plans")
     return 0 if plans else 1
@@ -197,18 +200,29 @@ def _table(plans: Plans, best: int) -> None:
         "plans fit",
         markup=False,  # the name of a device is what its file says
     )
-    content = plan_table(plans[:best])
-    table = Table(box=None, header_style="bold")
-    for name in ("", *content.heads):
-        justify: Literal["left", "right"] = "left" if name in _AS_TEXT else "right"
-        table.add_column(name, justify=justify, overflow="fold")
-    for number, row in enumerate(content.rows, 1):
-        table.add_row(str(number), *row)
+    table = _drawn(plans[:best], with_bounds=True)
+    if Measurement.get(console, console.options, table).minimum > console.width:
+        table = _drawn(plans[:best], with_bounds=False)
     console.print(table)
     if any(missing_in_plan(planned.layout) for planned in plans[:best]):
         console.print(
             "An ec.Plan does not say all of these: --axes plan looks at those that it does."
         )
+
+
+def _drawn(plans: Sequence[PricedPlan], *, with_bounds: bool) -> Table:
+    """A table whose words stay whole where the terminal has the columns."""
+    content = plan_table(plans, with_bounds=with_bounds)
+    table = Table(box=None, header_style="bold")
+    columns = zip(content.heads, *content.rows, strict=True)
+    table.add_column("", justify="right")
+    for name, *cells in columns:
+        justify: Literal["left", "right"] = "left" if name in _AS_TEXT else "right"
+        longest = max(len(word) for cell in (name, *cells) for word in cell.split())
+        table.add_column(name, justify=justify, overflow="fold", min_width=longest)
+    for number, row in enumerate(content.rows, 1):
+        table.add_row(str(number), *row)
+    return table
 
 
 def _explain(plans: Plans, number: int) -> None:

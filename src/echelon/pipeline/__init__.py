@@ -21,6 +21,7 @@ Of the names here ``split`` and the specs of chunks import torch when they are f
 ``send_completion``       which sends are complete when a message arrives
 ``shared_parameters``     tied weights of several stages, and their gradients
 ``stage_initialization``  first values of stages on the meta device
+``stage_memory``          the bytes that a rank holds for its stages
 ``stage_state``           state dicts and shards of stages by the names of the model
 ``returned_values``       losses and outputs, on the last rank or on all
 ``staged_module``         the part of ``Pipeline`` that does not train

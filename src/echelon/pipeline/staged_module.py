@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from echelon.checks import flag, mapping
+from echelon.checks import flag, instance, mapping
 from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.modules.compiled import keep_plain_names
@@ -16,6 +16,7 @@ from echelon.modules.optimizer_trial import Cut
 from echelon.modules.parameters import ModuleSnapshot
 from echelon.modules.partial_steps import refuse_other_steps
 from echelon.pipeline.shared_parameters import shared_parameters
+from echelon.pipeline.stage_memory import StageMemoryStats, memory_of_stages
 from echelon.pipeline.stage_state import (
     StageShards,
     full_state,
@@ -183,6 +184,15 @@ class StagedModule(nn.Module, HasShards):
         """
         by_param = shards_by_param(self.parameter_shards())
         load_optimizer_state(optimizer, by_param, state, exact=False)
+
+    def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> StageMemoryStats:
+        """The bytes that this rank holds for its stages, by category. Does not communicate.
+
+        Args:
+            optimizer: to weigh its state too.
+        """
+        instance("optimizer", optimizer, torch.optim.Optimizer, or_none=True)
+        return memory_of_stages(self._local_modules, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise StateError(

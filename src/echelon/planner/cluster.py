@@ -19,7 +19,7 @@ _FORM = re.compile(
     r"(?:(\d{1,15})\s*[x×]\s*)?(\d{1,15})\s*[x×]?\s+(\S+)(?:\s*@\s*(\d+(?:\.\d+)?)\s*Gb/s)?"
 )
 _MAX_NBYTES = 1 << 24
-_MOST_DEVICES = 2**20
+MOST_DEVICES = 2**20
 _OPTIONAL = dict.fromkeys(("price", "host")).keys()
 _USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "A800": 800.0, "MI300X": 3200.0}
 
@@ -46,8 +46,8 @@ class Cluster:
     host: HostMemory | None = None
 
     def __post_init__(self) -> None:
-        integer("hosts", self.hosts, low=1, high=_MOST_DEVICES)
-        integer("devices_per_host", self.devices_per_host, low=1, high=_MOST_DEVICES // self.hosts)
+        integer("hosts", self.hosts, low=1, high=MOST_DEVICES)
+        integer("devices_per_host", self.devices_per_host, low=1, high=MOST_DEVICES // self.hosts)
         instance("device", self.device, Device)
         number("network", self.network, 1.0, MOST_BYTES)
         if self.price is not None:

@@ -46,6 +46,9 @@ _NOT_DESCRIBED = {
     "vision_config": {},
 }
 _MAX_NBYTES = 1 << 24
+# What a file of weights is in says how they are kept; others compute at rates that are not known.
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+_PRICED_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 
@@ -117,6 +120,13 @@ def _of_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
             f"fields {', '.join(field.name for field in fields(Transformer))} into a JSON file, or "
             "give ec.plan a module and an example of its batch"
         )
+    for field in _DTYPE_FIELDS:
+        dtype = str(config.get(field) or "auto").removeprefix("torch.")
+        if dtype not in _PRICED_DTYPES:
+            raise ArgumentError(
+                f"model {file!r:.200} has {field} = {dtype!r:.40}, and plans are priced with the "
+                "rates of 16 bits: leave the field out to plan the model in these"
+            )
     for field, without in _NOT_DESCRIBED.items():
         if config.get(field) and config[field] != without:
             raise ArgumentError(

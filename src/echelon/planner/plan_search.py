@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from echelon.errors import ArgumentError
-from echelon.planner.cluster import Cluster
+from echelon.planner.cluster import MOST_DEVICES, Cluster
 from echelon.planner.device import MOST_BYTES, Device
 from echelon.planner.layout import CHUNKS, HostStates, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families, host_bytes
@@ -247,3 +247,21 @@ def _order(timed: tuple[Layout, StepTime]) -> tuple[float, ...]:
         layout.microbatch,
     )
     return (time.total, sum(degree > 1 for degree in degrees), *map(float, degrees + simpler))
+
+
+_MOST_TIMES = 2**12
+
+
+def fitting_cluster(
+    model: PlannedModel, cluster: Cluster, stack: SoftwareStack, limits: SearchLimits
+) -> Cluster | None:
+    """The cluster with 2, 4, 8, ... times as many hosts on which a plan fits; None if none does."""
+    limit = usable_bytes(cluster.device) if limits.max_memory is None else limits.max_memory
+    memory, times = MemoryTable(model, stack), 2
+    while times <= _MOST_TIMES and cluster.num_devices * times <= MOST_DEVICES:
+        larger = replace(cluster, hosts=cluster.hosts * times)
+        for family in families(model, larger, limits):
+            if min(map(min, memory.peaks(family))) <= limit:
+                return larger
+        times *= 2
+    return None

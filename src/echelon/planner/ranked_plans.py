@@ -12,7 +12,7 @@ from echelon.planner.cluster import Cluster
 from echelon.planner.goals import Goal, Ranking, ranking
 from echelon.planner.layout_space import SearchLimits
 from echelon.planner.operations import PlannedModel
-from echelon.planner.plan_search import PlannedLayout
+from echelon.planner.plan_search import PlannedLayout, fitting_cluster
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.refusal import RefusedPlan
 from echelon.planner.software_stack import SoftwareStack
@@ -65,7 +65,20 @@ class Plans(Sequence[PricedPlan]):
     def _why_none(self) -> str:
         """A sentence for a cluster that no plan fits."""
         nearest = "; ".join(str(plan) for plan in self.refused[:_MOST_REFUSED])
-        return f"none of {self.num_layouts} plans fits. The nearest: {nearest}"
+        return (
+            f"none of {self.num_layouts} plans fits. The nearest: {nearest}. {self.how_many_fit()}"
+        )
+
+    def how_many_fit(self) -> str:
+        """A sentence with the devices on which a plan would fit."""
+        device = self.cluster.device.name
+        larger = fitting_cluster(self.model, self.cluster, self._stack, self._limits)
+        if larger is None:
+            return (
+                f"No number of {device} would do with this batch and these limits: one with more "
+                "memory, a larger global batch, or shorter sequences might"
+            )
+        return f"A plan fits {larger.num_devices} {device}: {larger.hosts} hosts of such"
 
     @property
     def refused(self) -> tuple[RefusedPlan, ...]:

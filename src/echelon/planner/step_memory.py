@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
-from echelon.planner.operations import WIDTH, PlannedModel
+from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import Attention, SoftwareStack
 from echelon.planner.stage_schedule import microbatches_under_way
 from echelon.planner.stage_time import blocks_of_ranks
@@ -201,17 +201,17 @@ def block_activations(
     if not isinstance(model, Transformer):
         return model.block_activations(layout, recompute)
     tokens = layout.microbatch * model.seq / layout.cp
-    tp = layout.tp
-    stream = tokens * model.hidden * WIDTH / (tp if layout.sequence_parallel else 1)
+    tp, nbytes = layout.tp, stack.parameter_bytes
+    stream = tokens * model.hidden * nbytes / (tp if layout.sequence_parallel else 1)
     if recompute is Recompute.BLOCKS:
         return stream
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    heads = tokens * (2 * width + 2 * kv_width) / tp * WIDTH
-    inner = tokens * model.active_experts * model.ffn / tp * WIDTH * (4 if model.gated else 2)
+    heads = tokens * (2 * width + 2 * kv_width) / tp * nbytes
+    inner = tokens * model.active_experts * model.ffn / tp * nbytes * (4 if model.gated else 2)
     kept = 4 * stream + heads + inner  # two norms: their inputs and what they give
     if stack.attention is not Attention.FUSED and recompute is Recompute.NOTHING:
         scores = layout.microbatch * model.heads / tp * model.seq * model.seq / layout.cp
-        kept += scores * (2 * WIDTH + 1)  # the softmax, what a dropout gives, and its mask
+        kept += scores * (2 * nbytes + 1)  # the softmax, what a dropout gives, and its mask
     return kept
 
 
