@@ -319,6 +319,7 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
         "module": torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)),
         "num_stages": 2,
     },
+    ec.pipeline.TensorChunkSpec: lambda world: {"split_dim": 0},
     ec.pipeline.to_page: lambda world: {"what": SCHEDULE},
     ec.pipeline.to_svg: lambda world: {"what": SCHEDULE},
     ec.pipeline.to_text: lambda world: {"what": SCHEDULE},
@@ -329,7 +330,8 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
     ec.Blackbox: lambda world: {"directory": os.devnull},
     ec.StepRecord: lambda world: {"world": world},
     ec.init: lambda world: {},
-    ec.replay: lambda world: {"directory": os.devnull},
+    ec.replay: lambda world: {"directory": os.devnull, "fn": bad_meshes},
+    ec.prepare_run: lambda world: {"directory": os.devnull},
     ec.step_through: lambda world: {"fn": bad_meshes, "ranks": 1},
     ec.run: lambda world: {"fn": bad_meshes, "ranks": 1},
     ec.testing.slow: lambda world: {"seconds": 1.0},
@@ -349,11 +351,12 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
 }
 
 # What takes any values (show, gather_samples), has no arguments or only those of torch (whole,
-# by_type), is made by the library and not by users, or is called too often to look at what it gets
-# (events).
+# by_type, local_shard), is made by the library and not by users, or is called too often to look at
+# what it gets (events).
 UNCHECKED = {
     *("AsyncSave", "Cause", "Comparison", "Group", "Loaded", "Mesh", "NoteDifference", "Window"),
     *("RecordedCall", "Replay", "SteppedCall", "SteppedRun", "ValueDifference", "Work", "World"),
+    *("Replicate", "ShardInfo", "local_shard"),
     *("show", "whole", "by_type", "plan_units", "Member", "Rule", "UnitPlan", "Fault"),
     *("CallLateness", "CameLast", "CommTotal", "HeldUp", "Lateness"),
     *("Action", "Choice", "Idle", "Measurement", "Pair", "Schedule", "ScheduleVerdict"),

@@ -171,7 +171,7 @@ def test_a_changed_script_is_refused_unless_it_is_wanted(job: tuple[Path, list[s
     [
         (("--rank", 2), "--rank is 2, which is not in a group of 2"),
         (("--step", 0), "greater than or equal to 1"),
-        (("--batch-of", 99), "batch: of steps"),
+        (("--batch-of", 99), "step 99 was not kept"),
         (("--", "other.py"), "File 'other.py' does not exist."),
     ],
 )

@@ -39,6 +39,9 @@ class NoTransport(Transport):
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
         raise AssertionError
 
+    def _use_timeout(self, seconds: float) -> None:
+        raise AssertionError
+
     def number(self, op: str, *, label: object = None, is_message: bool = False) -> CollectiveCall:
         """As the methods of ``Group`` do it."""
         signature = CallSignature(op)._replace(label=label)

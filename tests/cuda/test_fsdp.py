@@ -46,7 +46,7 @@ CASES = {
         {"strategy": strategy, "offload": offload, "layout": layout}
     )
     for strategy, offload, layout in product(_SHARDED, ec.Offload, ("flat", "rows"))
-    if (strategy, offload) != _NEVER
+    if (strategy, offload) != _NEVER and (strategy, layout) != (ec.Strategy.NO_SHARD, "rows")
 } | {
     "forward prefetch": Case({"forward_prefetch": 2}),
     "no limit of gathers": Case({"limit_all_gathers": False}),

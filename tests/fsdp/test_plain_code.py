@@ -25,8 +25,9 @@ MODELS: dict[str, dict[str, Any] | None] = {
     **{
         f"{layout} {strategy.name}": {"layout": layout, "strategy": strategy, "min_num_params": 0}
         for layout in ("flat", "rows")
-        for strategy in (_S.FULL_SHARD, _S.SHARD_GRAD_OP, _S.NO_SHARD)
+        for strategy in (_S.FULL_SHARD, _S.SHARD_GRAD_OP)
     },
+    "NO_SHARD": {"strategy": _S.NO_SHARD, "min_num_params": 0},
     "flat, small units whole": {"layout": "flat", "min_num_params": 60},
 }
 

@@ -57,7 +57,10 @@ def agree_on_group(
     content = json.dumps(members)
     keys = {other: f"rank/{other}" for other in range(size)}
     agreement.set(keys[rank], json.dumps([content, str(caller())]))
-    if agreement.compare_set("first", "", content) != content.encode():
+    # Groups of one rank may be other ones: nothing is ever paired in them. Parts of a group may
+    # each be parted further by ranks of their own.
+    compared = content if len(members) > 1 else "one rank"
+    if agreement.compare_set("first", "", compared) != compared.encode():
         agreement.set("differs", "1")
     if agreement.add("count", 1) == size:
         agreement.set("all", "1")

@@ -42,7 +42,7 @@ class TensorChunkSpec:
     split_dim: int = 0
 
     def __post_init__(self) -> None:
-        if self.split_dim != 0 or isinstance(self.split_dim, bool):
+        if type(self.split_dim) is not int or self.split_dim != 0:
             raise ArgumentError(
                 f"split_dim is {self.split_dim!r:.80}, and rows are dim 0: transpose the tensor "
                 "before the pipeline, and back in the first stage"
