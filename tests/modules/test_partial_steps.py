@@ -97,7 +97,6 @@ def step_flattened(world: ec.World, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {}),
         (1, {"use_orig_params": False}),
         (2, {"use_orig_params": False, "strategy": ec.Strategy.NO_SHARD}),
     ],

@@ -204,9 +204,9 @@ def _guard_steps(storages: Iterable[tuple[str, Storage]], hooks: Hooks) -> None:
         if storage.sharded and storage.group.size > 1:
             sharded = Cut.FLAT if storage.is_flat else Cut.ROWS if storage.rows else Cut.ELEMENTS
             refuse_other_steps(params, "FSDP shards parameters", sharded)
-        elif storage.is_flat or (storage.sharded and not storage.rows):
-            what = "FSDP shows them parameters of one dim, unless with layout='rows'"
-            refuse_other_steps(params, what, Cut.ONE_FLAT if storage.is_flat else Cut.ONE_DIM)
+        elif storage.is_flat:
+            what = "with use_orig_params=False FSDP shows them parameters of one dim"
+            refuse_other_steps(params, what, Cut.ONE_FLAT)
         if storage.sharded:
             waits = WaitForForwards(hooks)
             add_step_check(params, waits)

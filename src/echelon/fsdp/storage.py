@@ -359,6 +359,8 @@ class Storage(ABC):
 
     def _view_as_shard(self, flat: Tensor, i: int) -> Tensor:
         shape = self.layout.shapes[i]
+        if self.group.size == 1:  # a rank alone has the whole, and nothing says that it is a part
+            return flat.view(shape)
         return view_as_rows(flat, shape) if self.rows else flat
 
     def _packed_offsets(self) -> list[int]:

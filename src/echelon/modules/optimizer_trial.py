@@ -64,7 +64,6 @@ class Cut(Enum):
     ROWS = "some rows of each tensor"
     ELEMENTS = "some elements of each tensor, in one dim"
     FLAT = "some elements of all tensors together, in one dim"
-    ONE_DIM = "each tensor in one dim"
     ONE_FLAT = "all tensors together, in one dim"
     PARAMETERS = "some of the tensors"
 
@@ -116,7 +115,7 @@ class _Trial:
         self._shapes: list[list[tuple[int, ...]]] = []
         for group in optimizer.param_groups:
             kept, shapes = _representatives(group["params"])
-            if kept and cut in (Cut.FLAT, Cut.ONE_FLAT, Cut.ONE_DIM):
+            if kept and cut in (Cut.FLAT, Cut.ONE_FLAT):
                 # What is shown in one dim may have any number of dims.
                 kept = [kept[0], group["params"][1] if len(group["params"]) > 1 else None]
                 shapes = [_SHAPES[2], _SHAPES[1]]
@@ -219,8 +218,6 @@ class _Trial:
         groups = [
             list(zip(*pair, strict=True)) for pair in zip(self._indices, self._shapes, strict=True)
         ]
-        if cut is Cut.ONE_DIM:
-            return [[[_piece(index) for index, _ in group] for group in groups]]
         if cut in (Cut.FLAT, Cut.ONE_FLAT):
             nothing = torch.zeros(0, dtype=torch.long)
             flat = [torch.cat([nothing, *(index for index, _ in group)]) for group in groups]
