@@ -155,11 +155,9 @@ class Pipeline(StagedModule):
         self._group, self._replicate = group, replicate
         self._schedule, self._loss_fn = schedule, loss_fn
         self._batches = BatchSplitter(group, schedule, loss_reduction, specs)
-        self._shared_parameters = find_shared_parameters(
-            stages, schedule.placement, group, replicate
-        )
-        num_ranks = self._collectives.num_ranks
-        self._attach(modules, stages, schedule.placement, group, replicate, num_ranks)
+        placement, num_ranks = schedule.placement, self._collectives.num_ranks
+        self._shared_parameters = find_shared_parameters(stages, placement, group, replicate)
+        self._attach(modules, stages, placement, group, replicate, num_ranks)
         self._connect(schedule, lowered, microbatches)
 
     def _connect(self, schedule: Schedule, lowered: Schedule, microbatches: int) -> None:
