@@ -145,10 +145,8 @@ class Pipeline(StagedModule):
         check_devices(modules, group.device)
         initialize(modules, group, materialize)
         self._stages = _make_stages(modules, schedule, reduce_every, recomputes=recompute)
-        data_parallel = {index: stage.data_parallel for index, stage in self._stages.items()}
-        self._collectives = StageCollectives.agree(
-            data_parallel, group, reduce_every, window_nbytes
-        )
+        parallel = {index: stage.data_parallel for index, stage in self._stages.items()}
+        self._collectives = StageCollectives.agree(parallel, group, reduce_every, window_nbytes)
         self._window_nbytes = window_nbytes
         lowered = self._lower(schedule)
         check_agreement(lowered, group)
