@@ -140,5 +140,5 @@ def test_what_cannot_be_read_is_named(run: Path) -> None:
     log = stretch(run, 4) / "rank-00001.steps"
     log.unlink()
     log.mkdir()
-    with pytest.raises(BlackboxError, match=r"rank-00001\.steps: cannot be read: Is a directory"):
+    with pytest.raises(BlackboxError, match=r"rank-00001\.steps: cannot be read: it is a folder"):
         kept_steps(run, 4)
