@@ -109,6 +109,5 @@ def spoil(model: nn.Module, value: float) -> None:
 
 def poke(model: nn.Module, value: float) -> None:
     """Write into one gradient of this rank."""
-    next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()).view(-1)[
-        0
-    ] = value
+    parts = [ec.local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+    next(part for part in parts if part.numel()).view(-1)[0] = value

@@ -44,7 +44,7 @@ def wrong_gradients(
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for param in model.parameters():
-        yield param.detach().clone()
+        yield ec.local_shard(param).clone()
         yield from (v.clone() for v in optimizer.state[param].values() if isinstance(v, Tensor))
 
 
@@ -66,7 +66,7 @@ def skips(world: World, way: str, how: str, value: float) -> NonFiniteError:
             optimizer.zero_grad()
         assert all(param.grad is None for param in model.parameters())
         after = [*state_of(model, optimizer)]
-        numel = sum(p.numel() for p in model.parameters())
+        numel = sum(ec.local_shard(p).numel() for p in model.parameters())
         same = len(before) == len(after) and all(map(torch.equal, before, after))
         assert same == (step == 1 or numel == 0)
     assert (guard.step, guard.skipped, guard.stopped) == (3, 1, False)
