@@ -154,6 +154,7 @@ def draw_pipeline(dice: Dice, case: Spec) -> Spec:
         options["reduce_every"] = "microbatch"
     if dice.chance(0.3):
         options["loss_reduction"] = "sum"
+    options |= draw_chunk_specs(Dice(f"extras {case['seed']}"))
     draw = ModelDraw(dice, staged=True)
     num_stages = pp * options["chunks"]
     stages = [{"kind": "chain", "children": [draw.tree(1) for _ in range(dice.choice((1, 2)))]}
@@ -163,6 +164,23 @@ def draw_pipeline(dice: Dice, case: Spec) -> Spec:
             stage["gives"] = dice.choice(VISIBLE[:4])  # a dataclass has to be registered
     case["model"] = {"kind": "chain", "children": stages}
     return options
+
+
+def draw_chunk_specs(dice: Dice) -> Spec:
+    """Further tensors of a batch: each microbatch gets its rows of one, or the whole.
+
+    Their shapes do not say which, and neither do those of the input and target beside them.
+    """
+    kinds = ("whole", "rows")
+    specs: Spec = {}
+    if dice.chance(0.2):
+        specs["args_chunk_spec"] = ["rows", dice.choice(kinds)]
+    if dice.chance(0.2):
+        specs["kwargs_chunk_spec"] = {"extra": dice.choice(kinds)}
+        specs.setdefault("args_chunk_spec", ["rows"])
+    if dice.chance(0.2):
+        specs["target_chunk_spec"] = ["rows", dice.choice(kinds)]
+    return specs
 
 
 def draw_case(seed: int, technique: str | None = None, world: str = "threads") -> Spec:

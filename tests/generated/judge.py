@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+import echelon as ec
 from tests.generated.operations import Spec
 from tests.generated.program import Record
 from tests.generated.trees import has
@@ -38,11 +39,12 @@ class Difference(AssertionError):
 
 
 def same(what: str, actual: Tensor, wanted: Tensor) -> None:
-    """Whether two tensors are equal up to the order of sums.
+    """Whether two tensors are equal up to the order of sums; of a part, what this rank holds.
 
     Raises:
         Difference: they are not.
     """
+    actual = ec.local_shard(actual)
     if actual.numel() != wanted.numel() or actual.dtype != wanted.dtype:
         raise Difference(
             f"{what} is {tuple(actual.shape)} {actual.dtype}, and in one process "
@@ -50,7 +52,7 @@ def same(what: str, actual: Tensor, wanted: Tensor) -> None:
         )
     if not wanted.numel():
         return
-    actual, wanted = actual.detach().reshape(-1), wanted.detach().reshape(-1)
+    actual, wanted = actual.reshape(-1), wanted.detach().reshape(-1)
     error = (actual - wanted).abs().max().item()
     bound = _tolerance.get() * max(1.0, wanted.abs().max().item())
     if not error <= bound:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.generated.operations import OPS, Spec, freeze
-from tests.generated.values import Context, call, pack, received
+from tests.generated.values import Context, call, factor, pack, received
 
 WIDTH = 4
 
@@ -85,8 +85,11 @@ class Part(nn.Module):
             setattr(self, name, builder.build(child))
             self.children_of.append(name)
 
-    def forward(self, value: Any = None, *others: Any) -> Any:
-        return pack(self.run(received(self, value)), self.gives)
+    def forward(self, value: Any = None, *others: Any, **named: Any) -> Any:
+        x = received(self, value)
+        for extra in (*others, *named.values()):
+            x = x if extra is None else x * factor(extra)
+        return pack(self.run(x), self.gives)
 
     def inner(self) -> list[nn.Module]:
         """The modules inside, in order."""

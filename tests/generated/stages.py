@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tests.generated.modules import WIDTH, Builder, Part
 from tests.generated.operations import Spec
 from tests.generated.program import InvalidCase, Toggles, batch, new_optimizer
 from tests.generated.rules import rule_of
-from tests.generated.values import unpack
+from tests.generated.values import factor, unpack
 
 
 def build_stages(case: Spec) -> list[nn.Module]:
@@ -35,8 +36,11 @@ class Loss:
     def __init__(self, case: Spec) -> None:
         self._sums = case["options"].get("loss_reduction") == "sum"
 
-    def __call__(self, output: Any, target: Tensor) -> Tensor:
-        squares = (unpack(output) - target).square()
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        right, *others = target if isinstance(target, tuple) else (target,)
+        squares = (unpack(output) - right).square()
+        for extra in others:
+            squares = squares * factor(extra)
         return squares.sum() / 10 if self._sums else squares.mean()
 
     def share(self, rows: int, of: int) -> float:
@@ -65,12 +69,12 @@ class Whole:
         self.gradients: list[dict[str, Tensor | None]] = []
         self.norms: list[Tensor | None] = []
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        value: Any = x
-        for stage in self.stages:
+    def forward(self, batch: Batch) -> Tensor:
+        value: Any = self.stages[0](*batch.args, **batch.kwargs)
+        for stage in self.stages[1:]:
             args = value if isinstance(value, tuple) else (value,)
-            value = stage(*args)
-        return self.loss(value, target)
+            value = stage(*args, **batch.kwargs)
+        return self.loss(value, batch.target)
 
     def run(self) -> Whole:
         """All steps."""
@@ -99,11 +103,11 @@ class Whole:
 
     def step(self, number: int, replica: int) -> Tensor:
         """Forward and backward of one replica's batch."""
-        x, target = inputs(self.case, self.stages, number, replica)
-        rows, m = len(x), self.case["options"]["microbatches"]
+        batch = inputs(self.case, self.stages, number, replica)
+        rows, m = batch.rows, self.case["options"]["microbatches"]
         total = torch.zeros((), dtype=torch.float64)
-        for part, right in zip(x.split(cut(rows, m)), target.split(cut(rows, m)), strict=True):
-            loss = self.forward(part, right) * self.loss.share(len(part), rows)
+        for part in batch.split(m):
+            loss = self.forward(part) * self.loss.share(part.rows, rows)
             if not loss.requires_grad:
                 raise InvalidCase("a loss without a graph")
             (loss / replicas_of(self.case)).backward()
@@ -112,22 +116,77 @@ class Whole:
 
     def evaluate(self, number: int) -> Tensor:
         """The loss of a batch, without gradients."""
-        x, target = inputs(self.case, self.stages, number, 0)
         self.stages.eval()
         with torch.no_grad():
-            loss = self.forward(x, target)
+            loss = self.forward(inputs(self.case, self.stages, number, 0))
         self.stages.train()
         return loss
 
 
-def inputs(case: Spec, stages: Any, number: int, replica: int) -> tuple[Tensor, Tensor]:
+@dataclass
+class Batch:
+    """What a step is given; a tensor of three dims has rows, as have the first ones."""
+
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor]
+    target: Tensor | tuple[Tensor, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.args[0])
+
+    def split(self, parts: int) -> list[Batch]:
+        """Its microbatches."""
+        lengths = cut(self.rows, parts)
+
+        def of(value: Tensor, *, is_first: bool) -> list[Tensor]:
+            has_rows = is_first or value.dim() == 3
+            return list(value.split(lengths)) if has_rows else [value] * parts
+
+        def each(values: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+            return list(zip(*[of(v, is_first=not i) for i, v in enumerate(values)], strict=True))
+
+        targets = (
+            each(self.target) if isinstance(self.target, tuple) else self.target.split(lengths)
+        )
+        named = {name: of(value, is_first=False) for name, value in self.kwargs.items()}
+        return [
+            Batch(args, {name: values[i] for name, values in named.items()}, target)
+            for i, (args, target) in enumerate(zip(each(self.args), targets, strict=True))
+        ]
+
+
+def inputs(case: Spec, stages: Any, number: int, replica: int) -> Batch:
     """A batch, of which the indices are given to all modules of the stages."""
     x, tokens, target = batch(case, number, 0, replica)
+    options, n = case["options"], len(x)
+    generator = torch.Generator().manual_seed(number * 10 + replica)
+
+    def extra(kind: str) -> Tensor:
+        """A tensor of which only a spec says whether it has rows."""
+        shape = (n, n, 1) if kind == "rows" else (n, n)
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    args = [extra(kind) for kind in options.get("args_chunk_spec", [])[1:]]
+    named = {name: extra(kind) for name, kind in options.get("kwargs_chunk_spec", {}).items()}
+    others = [extra(kind) for kind in options.get("target_chunk_spec", [])[1:]]
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, Part):
                 module.context.tokens, module.context.step = tokens, number
-    return x, target
+    return Batch((x, *args), named, (target, *others) if others else target)
+
+
+def chunk_specs(options: Spec) -> Spec:
+    """The options of a case that say which tensors have rows, as a pipeline takes them."""
+    kinds = {"whole": ec.pipeline.Replicate(), "rows": ec.pipeline.TensorChunkSpec(0), None: None}
+    specs = {name: value for name, value in options.items() if name.endswith("_chunk_spec")}
+    return {
+        name: {key: kinds[kind] for key, kind in value.items()}
+        if isinstance(value, dict)
+        else tuple(kinds[kind] for kind in value)
+        for name, value in specs.items()
+    }
 
 
 def pipeline(case: Spec, stages: list[nn.Module], world: World) -> ec.Pipeline:
@@ -138,6 +197,7 @@ def pipeline(case: Spec, stages: list[nn.Module], world: World) -> ec.Pipeline:
     chunks, name = options.pop("chunks"), options.pop("schedule")
     m, units = options.pop("microbatches"), options.pop("units", None)
     strategy = options.pop("strategy", None)
+    options |= chunk_specs(options)
     given: dict[str, Any] = {"ddp": options.pop("ddp", {}), "pipeline": options}
     if "shard" in axes:
         given |= {"strategy": ec.Strategy[strategy], "fsdp": {"min_num_params": 0}}
@@ -174,14 +234,16 @@ class StageRun:
         if self.optimizer and not (number and self.case["steps"][number - 1].get("keep")):
             self.optimizer.zero_grad()
         self.toggles.apply(number)
-        x, target = inputs(self.case, self.stages, number, self.replica)
-        loss = self.pipe.step(x, target=target, loss_everywhere=True)
+        batch = inputs(self.case, self.stages, number, self.replica)
+        given: dict[str, Any] = {"target": batch.target, "loss_everywhere": True, **batch.kwargs}
+        loss = self.pipe.step(*batch.args, **given)
         same(f"step {number}: loss", loss, self.expected.losses[number][self.replica])
         wanted = self.expected.evaluations[number]
         if wanted is not None:
-            x, target = inputs(self.case, self.stages, number, 0)
+            batch = inputs(self.case, self.stages, number, 0)
+            given = {"target": batch.target, "loss_everywhere": True, **batch.kwargs}
             self.pipe.eval()
-            loss = self.pipe.eval_step(x, target=target, loss_everywhere=True)
+            loss = self.pipe.eval_step(*batch.args, **given)
             self.pipe.train()
             same(f"step {number}: evaluation", loss, wanted)
         for name, param in self.own.items():

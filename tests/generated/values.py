@@ -66,6 +66,15 @@ def unpack(value: Any) -> Tensor:
     return value[0] if isinstance(value, tuple | list) else value
 
 
+def factor(extra: Tensor) -> Tensor:
+    """What a further tensor of a batch multiplies by: rows each by their own, or all alike.
+
+    Args:
+        extra: (rows, n, 1) with a row for each of the batch, or (n, n).
+    """
+    return 1 + (extra.mean(1) if extra.dim() == 3 else extra.mean())
+
+
 def call(module: nn.Module, x: Tensor) -> Tensor:
     """Call a module with its input given, and its output taken, as it wants them."""
     takes = getattr(module, "takes", "tensor")

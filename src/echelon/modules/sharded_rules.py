@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch.autograd.graph import get_gradient_edge
 
+from echelon.errors import ArgumentError
 from echelon.modules.sharded_arithmetic import ARITHMETIC, functions
 from echelon.modules.sharded_joins import JOINS
 from echelon.modules.sharded_norms import NORMS
@@ -24,6 +26,7 @@ from echelon.modules.sharded_tensor import (
     call_plain,
     is_part,
     local_shard,
+    refuse,
     sharding_of,
 )
 from echelon.modules.sharded_views import VIEWS
@@ -65,6 +68,25 @@ def _formatted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return repr(args[0])
 
 
+def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """``backward(inputs=...)``, of which parameters may be parts: their leaves are in the graph.
+
+    Functions of users run in it, so nothing is disabled while it runs.
+    """
+    if any(map(is_part, args[0])):
+        refuse(func, args, kwargs)
+    inputs = kwargs["inputs"]
+    for value in filter(is_part, inputs):
+        if not value.requires_grad:
+            raise ArgumentError(
+                f"backward(inputs=...) has {sharding_of(value).describe()}, which requires no "
+                "gradient: leave it out of inputs"
+            )
+    with DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(value) if is_part(value) else value for value in inputs]
+    func(*args, **{**kwargs, "inputs": edges})
+
+
 _NOT_PASSED = [
     "H",
     "T",
@@ -103,6 +125,7 @@ _TABLE: dict[Callable[..., Any], Rule] = {
     Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: _dim,  # type: ignore[attr-defined]
     Tensor.nbytes.__get__: _fact,  # type: ignore[attr-defined]
+    torch.autograd.backward: _backward,
     Tensor.__repr__: _text,
     Tensor.__format__: _formatted,
     **ARITHMETIC,
