@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from echelon import checks
 from echelon.checks import Reduction
 from echelon.comm.group import Group
-from echelon.ddp.buckets import BucketInfo, Unused
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions, Sync
 from echelon.ddp.reducer import Reducer
@@ -24,6 +23,7 @@ from echelon.ddp.replicas import (
     broadcast_parameters,
 )
 from echelon.ddp.replicated_module import ReplicatedModule, add_prefix
+from echelon.ddp.reports import BucketInfo, Unused
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
@@ -55,8 +55,8 @@ class DDP(ReplicatedModule):
     ``reduction="mean"`` and a mean loss over batches of equal size, those of one process on all
     batches together.
 
-    - ``.grad`` of every parameter is a view of a bucket, also after ``zero_grad()``. Clone what
-      must outlive the next backward.
+    - ``.grad`` of every parameter is a view of a bucket, also after ``zero_grad()``. Gradients
+      that you keep over ``zero_grad()`` keep their values; the next ones then get other memory.
     - A parameter without a gradient on this rank counts as zero; one that no rank used keeps its
       ``.grad`` (None).
     - Hooks of ``param.register_post_accumulate_grad_hook`` run when ``.grad`` is reduced, after the

@@ -2,6 +2,12 @@
 
 ``plan_buckets`` is pure arithmetic: no ranks, no memory, no autograd. A ``Bucket`` is the buffer
 of one plan and the views of it that are ``.grad``.
+
+[Note: gradients that somebody keeps]
+After ``zero_grad()`` plain torch leaves the earlier gradients to whoever keeps them. If somebody
+holds gradients of a bucket when the next ones are about to be written, these get ordinary memory,
+on this rank alone: a collective takes tensors of a window and others together. The bucket returns
+to its window when that is free again. Gradients that were not dropped are added to in place.
 """
 
 from __future__ import annotations
@@ -11,13 +17,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from echelon import events
 from echelon.comm.group import Group
+from echelon.ddp.gradient_memory import GradientMemory
 from echelon.ddp.options import DDPOptions
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.ranges import Placement, pack
@@ -32,41 +39,6 @@ BUFFERS_CHANGED, TRAINABLE_CHANGED, PARAMETERS_WRITTEN = 0, 1, 2
 NUM_NOTICES = 3
 
 _grad = attrgetter("grad")
-
-
-@dataclass(frozen=True, slots=True)
-class BucketInfo:
-    """Gradients that are reduced together, as a user can ask a ``DDP`` for them.
-
-    Attributes:
-        names: the names of their parameters, in the order of the buffer.
-        dtype: the dtype in which they are reduced.
-        nbytes: the size of the buffer, with padding and one flag for each gradient.
-    """
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """Parameters that got no gradient in the last reduction, as a user can ask a ``DDP`` for them.
-
-    Attributes:
-        here: those that got none on this rank.
-        everywhere: those that got none on any rank; their ``.grad`` was left as it was.
-    """
-
-    here: tuple[str, ...]
-    everywhere: tuple[str, ...]
-
-
-class UnusedIndices(NamedTuple):
-    """As ``Unused``, with the indices of the parameters."""
-
-    here: list[int]
-    everywhere: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +168,14 @@ class Bucket:
         self.label = f"gradients of {_span(self.names)} (bucket {index})"
         self._world_rank = group.ranks[group.rank]
         num, numel = len(self.indices), plan.placement.numel
+        self._starts, self._numel = plan.placement.starts, numel
         self._window = group.window(numel + num + NUM_NOTICES, wire_dtype)
-        self.wire = self._window.local
-        self._flags = self.wire[numel : numel + num]
-        self.notices = self.wire[numel + num :]
-        self._wire_grads = self.wire[:numel]
-        self._wire_views = _views(self._wire_grads, plan.placement.starts, self.params)
         self.casts = wire_dtype != self.dtype
-        self._grad_buffer, self.grad_views = self._wire_grads, self._wire_views
+        self._home = self._memory_in(self._window.local)
         if self.casts:
-            self._grad_buffer = torch.zeros(numel, dtype=self.dtype, device=group.device)
-            self.grad_views = _views(self._grad_buffer, plan.placement.starts, self.params)
+            self._use_wire(self._home)
+            self._home = self._memory_in(self.wire.new_zeros(numel, dtype=self.dtype))
+        self._use(self._home)
         self._version = 0
         self._emit_memory(1)
 
@@ -218,9 +187,50 @@ class Bucket:
     @property
     def held_nbytes(self) -> int:
         """Bytes of the memory that it holds."""
-        return self.nbytes + (self._grad_buffer.nbytes if self.casts else 0)
+        memories = [self.wire, self._home.flat, self._gradients.flat]
+        return sum({flat.data_ptr(): flat.nbytes for flat in memories}.values())
+
+    def _memory_in(self, flat: Tensor) -> GradientMemory:
+        return GradientMemory(flat, self._numel, self._starts, self.params)
+
+    def _use(self, memory: GradientMemory) -> None:
+        """Let ``.grad`` lie in there from now on."""
+        self._gradients, self.grad_views = memory, memory.views
+        if not self.casts:
+            self._use_wire(memory)
+
+    def _use_wire(self, memory: GradientMemory) -> None:
+        self.wire, self.notices, self._flags = memory.flat, memory.notices, memory.flags
+        self._wire_grads, self._wire_views = memory.gradients, memory.views
 
     # Before the reduction --------------------------------------------------------------------
+
+    def leave_to_holders(self) -> None:
+        """Write the next gradients elsewhere if somebody keeps earlier ones; see the note."""
+        if all(map(is_, map(_grad, self.params), self.grad_views)):
+            return  # they are added to in place
+        before, home = self._gradients, self._home
+        ours = [s for s, param in enumerate(self.params) if param.grad is before.views[s]]
+        for slot in ours:
+            self.params[slot].grad = None
+        may_return = before is not home and not ours
+        if (is_held := before.is_held()) or may_return:
+            if before is not home and not home.is_held():
+                self._move(home)
+            elif is_held:
+                with torch.inference_mode(False):
+                    self._move(self._memory_in(torch.zeros_like(before.flat)))
+        for slot in ours:
+            if self._gradients is not before:
+                self.grad_views[slot].copy_(before.views[slot])
+            self.params[slot].grad = self.grad_views[slot]
+
+    def _move(self, memory: GradientMemory) -> None:
+        if self._gradients is not self._home:
+            self._emit_bytes("gradients", -self._gradients.flat.nbytes)
+        self._use(memory)
+        if memory is not self._home:
+            self._emit_bytes("gradients", memory.flat.nbytes)
 
     def copy_in(self) -> None:
         """Move all gradients into the buffer; each ``.grad`` becomes its view."""
@@ -259,9 +269,9 @@ class Bucket:
         It returns those of the missing slots for which no rank had a gradient.
         """
         if self.casts:
-            self._grad_buffer.copy_(self._wire_grads)
+            self._gradients.gradients.copy_(self._wire_grads)
         if divisor != 1:
-            self._grad_buffer.div_(divisor)
+            self._gradients.gradients.div_(divisor)
         if not missing:
             return []
         present = (self._flags != 0).tolist()
@@ -296,11 +306,11 @@ class Bucket:
 
     def remember_version(self) -> None:
         """Remember that the ranks have reduced the gradients as they are now."""
-        self._version = self._grad_buffer._version
+        self._version = self._gradients.gradients._version
 
     def is_written(self) -> bool:
         """Whether the user has written values other than zero into the views since then."""
-        return self._grad_buffer._version != self._version and any(
+        return self._gradients.gradients._version != self._version and any(
             param.grad is view and bool(view.any())
             for param, view in zip(self.params, self.grad_views, strict=True)
         )
@@ -315,17 +325,20 @@ class Bucket:
         if views:
             torch._foreach_mul_(views, factor)
 
-    def clear_gradients(self) -> None:
-        """Set ``.grad`` to None where it is a view of this bucket."""
+    def contribute_nothing(self) -> None:
+        """Fill the buffer with zeros, and set ``.grad`` to None where it is a view of it."""
         for param, view in zip(self.params, self.grad_views, strict=True):
             if param.grad is view:
                 param.grad = None
+        self.leave_to_holders()
+        self.wire.zero_()
 
     def close(self) -> None:
         """Give the memory back; gradients that lie in it move to memory of their own."""
         for param, view in zip(self.params, self.grad_views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
+        self._move(self._home)
         self._emit_memory(-1)
         self._window.close()
 
@@ -349,29 +362,13 @@ class Bucket:
             raise
 
     def _emit_memory(self, sign: int) -> None:
-        if not events.listening():
-            return
-        nbytes = {"gradients": self._grad_buffer.nbytes if self.casts else self.nbytes}
         if self.casts:
-            nbytes["communication"] = self.nbytes
-        for category, n in nbytes.items():
-            events.emit("memory", rank=self._world_rank, category=category, nbytes=sign * n)
+            self._emit_bytes("communication", sign * self.nbytes)
+        self._emit_bytes("gradients", sign * self._home.flat.nbytes)
 
-
-def _views(flat: Tensor, starts: Sequence[int], params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """A view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
-
-    Equal strides keep copies and optimizers on their fast paths (channels-last weights).
-    """
-    views = []
-    for start, param in zip(starts, params, strict=True):
-        dims = sorted(range(param.dim()), key=param.stride, reverse=True)
-        if param.is_contiguous() or not param.detach().permute(dims).is_contiguous():
-            views.append(flat[start : start + param.numel()].view(param.shape))
-        else:
-            offset = flat.storage_offset() + start
-            views.append(flat.as_strided(param.shape, param.stride(), offset))
-    return views
+    def _emit_bytes(self, category: str, nbytes: int) -> None:
+        if events.listening():
+            events.emit("memory", rank=self._world_rank, category=category, nbytes=nbytes)
 
 
 def _span(names: Sequence[str]) -> str:

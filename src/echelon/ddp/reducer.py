@@ -32,7 +32,6 @@ from echelon.ddp.buckets import (
     TRAINABLE_CHANGED,
     Bucket,
     BucketPlan,
-    UnusedIndices,
     plan_buckets,
 )
 from echelon.ddp.grad_ready_counter import GradReadyCounter
@@ -40,6 +39,7 @@ from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions
 from echelon.ddp.replicas import ReplicaCheck
+from echelon.ddp.reports import UnusedIndices
 from echelon.errors import StateError
 from echelon.modules.autograd import Token, add_gradient, queue_end
 from echelon.modules.deferred_hooks import DeferredHooks
@@ -194,6 +194,8 @@ class Reducer:
         else:  # a rank without batches does not step, so its parameters are other ones
             self._replicas.count_reduction()
         with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.leave_to_holders()
             if self._state.reduced:
                 self._state.check_unmixed(self.buckets, arrived)
                 local = None if arrived is None else self._named[arrived][1]
@@ -369,8 +371,7 @@ class Reducer:
         num_contributors = len(self.rounds.active)
         backward = BackwardRecord(lambda: None, synced=True, num_contributors=num_contributors)
         for bucket in self.buckets:
-            bucket.clear_gradients()
-            bucket.wire.zero_()
+            bucket.contribute_nothing()
         for _ in self.buckets:
             self._all_reduce_bucket(backward, ())
         self._wait(backward)

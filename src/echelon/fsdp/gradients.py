@@ -32,7 +32,6 @@ gradients get new memory.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import final
 
@@ -47,6 +46,7 @@ from echelon.errors import CommTimeout
 from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import Storage, view_as_rows
+from echelon.modules.held_memory import count_references
 from echelon.modules.sharded_tensor import ShardedTensor
 
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
@@ -133,18 +133,13 @@ class GradientShard:
             storage = self.storage
             self._flat = storage.devices.empty_shard(storage.shard_numel, self.grad_dtype).zero_()
             self.views = storage.mark_gradients(self._views_of(self._flat))
-            self._held_by_us = self._references(self._flat)
+            self._held_by_us = count_references(self._flat, self.views)
         return self._flat
-
-    def _references(self, flat: Tensor) -> list[int]:
-        memory = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
-        tensors = map(Tensor._use_count, self.views)  # type: ignore[attr-defined]
-        return [memory, *map(sys.getrefcount, self.views), *tensors]
 
     def _leave_to_holders(self) -> None:
         """Use new memory from now on if somebody keeps gradients; see the note."""
         flat = self._flat
-        if flat is not None and self._references(flat) != self._held_by_us:
+        if flat is not None and count_references(flat, self.views) != self._held_by_us:
             self._flat, self.views = None, []
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:

@@ -1,0 +1,51 @@
+"""The memory of the gradients of a bucket, and whether somebody else holds some of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor, nn
+
+from echelon.modules.held_memory import count_references
+
+
+@final
+class GradientMemory:
+    """Gradients in one tensor.
+
+    Attributes:
+        flat: the tensor, 1D.
+        gradients: its first ``numel`` elements, in which the gradients lie.
+        views: the gradients, in the shape of each parameter.
+        flags: one element for each gradient, behind them; none where ``flat`` ends before.
+        notices: what is behind the flags.
+    """
+
+    def __init__(
+        self, flat: Tensor, numel: int, starts: Sequence[int], params: Sequence[nn.Parameter]
+    ) -> None:
+        self.flat, self.gradients = flat, flat[:numel]
+        self.views = _views(self.gradients, starts, params)
+        self.flags, self.notices = flat[numel:][: len(params)], flat[numel:][len(params) :]
+        self._held_by_us = count_references(flat, self.views)
+
+    def is_held(self) -> bool:
+        """Whether somebody holds a gradient, or a view of one. No ``.grad`` may be one of them."""
+        return count_references(self.flat, self.views) != self._held_by_us
+
+
+def _views(flat: Tensor, starts: Sequence[int], params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """A view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
+
+    Equal strides keep copies and optimizers on their fast paths (channels-last weights).
+    """
+    views = []
+    for start, param in zip(starts, params, strict=True):
+        dims = sorted(range(param.dim()), key=param.stride, reverse=True)
+        if param.is_contiguous() or not param.detach().permute(dims).is_contiguous():
+            views.append(flat[start : start + param.numel()].view(param.shape))
+        else:
+            offset = flat.storage_offset() + start
+            views.append(flat.as_strided(param.shape, param.stride(), offset))
+    return views
