@@ -90,7 +90,7 @@ class StateCopy(Tensor):
     # module that owns the memory may write into it.
 
     @property
-    def _is_param(self) -> bool:  # type: ignore[override]
+    def _is_param(self) -> bool:
         return False
 
     @_is_param.setter
@@ -115,7 +115,7 @@ class _RefuseWrites(TorchDispatchMode):
     """Refuse the operators of ``func`` that write into ``memory``."""
 
     def __init__(self, func: Callable[..., Any], memory: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._func, self._memory = func, memory
 
     def __torch_dispatch__(
@@ -159,7 +159,7 @@ def as_copy(value: Any) -> Any:
 @cache
 def _watch_buffers() -> None:
     """Let modules take copies as buffers of their own, as ``load_state_dict(assign=True)`` does."""
-    register_module_buffer_registration_hook(_own_buffer)
+    register_module_buffer_registration_hook(_own_buffer)  # type: ignore[arg-type]
 
 
 def _own_buffer(module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:
