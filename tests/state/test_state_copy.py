@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,14 @@ def test_a_module_that_loads_copies_trains(assign: bool, swap: bool) -> None:
     module(torch.rand(4, 3).double()).sum().backward()
     optimizer.step()
     assert int(module[1].num_batches_tracked) == 1
+
+
+def test_a_read_of_a_copy_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, torch; from echelon.state.state_copy import as_copy; "
+        "as_copy(torch.ones(1)).clone(); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_parameter_and_a_buffer_made_of_a_copy_are_what_they_are_elsewhere() -> None:

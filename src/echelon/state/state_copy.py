@@ -118,6 +118,10 @@ class _RefuseWrites(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._func, self._memory = func, memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator imports the compiler, which takes seconds
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
