@@ -146,7 +146,7 @@ def made(technique: str, world: World, options: Options) -> nn.Module:
 
 def digest(tensor: torch.Tensor | None) -> Any:
     """A value as text."""
-    return None if tensor is None else (str(tensor.dtype), tensor.detach().tolist())
+    return None if tensor is None else (str(tensor.dtype), ec.local_shard(tensor).tolist())
 
 
 def observed(technique: str, world: World, options: Options) -> Any:

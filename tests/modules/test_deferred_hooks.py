@@ -65,7 +65,8 @@ def ways(kind: str) -> Iterator[tuple[str, Wrap, bool]]:
     yield "ddp, a bucket each", lambda m, w: ec.DDP(m, w.group, bucket_bytes=1), True
     yield "ddp, manual", lambda m, w: ec.DDP(m, w.group, sync="manual"), True
     for strategy, layout in product(ec.Strategy, ("flat", "rows")):
-        if strategy.name.startswith("HYBRID"):
+        is_refused = strategy is ec.Strategy.NO_SHARD and layout == "rows"
+        if strategy.name.startswith("HYBRID") or is_refused:
             continue
         options = {**FSDP, "strategy": strategy, "layout": layout}
         yield f"{strategy.name}, {layout}", lambda m, w, o=options: ec.FSDP(m, w.group, **o), True

@@ -122,7 +122,7 @@ def test_verify_accepts_equal_models(dtype):
 def test_a_norm_that_would_silently_be_local_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
     with pytest.raises(ArgumentError, match="module '1' is a SyncBatchNorm"):
-        check_model(model, torch.device("cpu"))
+        check_model(model, torch.device("cpu"), size=2, ignored=())
 
 
 @pytest.mark.parametrize("wrapper", [ec.DDP, ec.FSDP])

@@ -10,15 +10,18 @@ from tests.parts import build
 
 
 class Step(torch.optim.Optimizer):
-    def __init__(self, params, fails: bool = False) -> None:
+    def __init__(self, params) -> None:
         super().__init__(params, {})
-        self.fails, self.seen = fails, []
+        self.fails, self.seen = False, []
 
+    @torch.no_grad()
     def step(self, closure=None):
         if closure is not None:
-            closure()
+            with torch.enable_grad():
+                closure()
         for param in self.param_groups[0]["params"]:
             self.seen += [type(param), type(param.grad)]
+            param.sub_(param.grad, alpha=0.1)
         if self.fails:
             raise KeyError("a step")
 
@@ -41,8 +44,9 @@ def test_a_step_sees_plain_tensors_and_its_closure_parts() -> None:
         assert in_closure == [parts]
         assert step.seen == [nn.Parameter, Tensor] * 2
         assert kinds(model) == parts
+        step.fails = True
         with pytest.raises(KeyError):
-            Step(model.parameters(), fails=True).step()
+            step.step()
         closure()
         assert in_closure[1] == parts
 

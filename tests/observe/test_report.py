@@ -9,7 +9,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.observe import Recorder, RunInfo, read_metrics, write_comparison, write_report
-from echelon.process import plain_file
+from echelon.process import atomic_files
 from tests.observe.runs import write_run
 from tests.worlds import run_world
 
@@ -72,7 +72,7 @@ def test_a_reader_never_sees_half_a_page(tmp_path: Path, monkeypatch: pytest.Mon
         os.write(fd, data[:100])
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(plain_file, "write_all", fail)
+    monkeypatch.setattr(atomic_files, "write_all", fail)
     with pytest.raises(OSError, match="no space"):
         write_report(folder)
     assert (folder / "report.html").read_text() == before

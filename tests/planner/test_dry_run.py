@@ -57,7 +57,7 @@ def trained(world: ec.World, plan: ec.Plan, units: Any) -> tuple[int, int, int]:
         step()
         counts.clear()
         step()
-    kept = list(model.parameters())
+    kept = [ec.local_shard(param) for param in model.parameters()]
     return sum(p.numel() for p in kept), sum(p.nbytes for p in kept), max(counts)
 
 

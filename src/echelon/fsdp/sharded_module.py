@@ -192,7 +192,7 @@ class ShardedModule(Wrapper, HasShards):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The full state, with the plain module's keys and shapes, as copies. All ranks call it.
 
-        One unit is unsharded at a time.
+        One unit is unsharded at a time. A write into a copy would be lost, and is a StateError.
 
         Raises:
             StateError: inside a forward or a backward.

@@ -33,6 +33,7 @@ from echelon.state.sharded_state import (
     named_state,
     parameter_shards_in,
 )
+from echelon.state.state_copy import as_copy
 from echelon.state.tensor_shard import Replication, TensorShard
 
 # Names in the model --------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def full_state(
         stage_state: dict[str, Any] = group.broadcast_object(local_state, rank)
         if keep:
             home = group.device if device is None else device
-            state |= {name: copy_of(value, home) for name, value in stage_state.items()}
+            state |= {name: as_copy(copy_of(value, home)) for name, value in stage_state.items()}
     return state
 
 
@@ -120,7 +121,8 @@ def sharded_state(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for index, stage in stages.items():
         kept = stage.sharded_state_dict() if isinstance(stage, SavesShards) else stage.state_dict()
-        state |= {name_in_model(stage, index, key): copy_of(value) for key, value in kept.items()}
+        copies = {key: as_copy(copy_of(value)) for key, value in kept.items()}
+        state |= {name_in_model(stage, index, key): value for key, value in copies.items()}
     return state
 
 

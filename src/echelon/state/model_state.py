@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from echelon.errors import ArgumentError
 from echelon.modules.compiled import plain_keys
 from echelon.state.sharded_state import ParameterShards, named_extras
+from echelon.state.state_copy import as_copy
 
 
 class LoadReport(NamedTuple):
@@ -35,12 +36,18 @@ def state_of_copies(
     *,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """The state dict of ``module`` with ``copies``, by ``id`` of parameters; the rest is copied."""
-    state: dict[str, Any] = module.state_dict(*args, **{**(kwargs or {}), "keep_vars": True})
+    """The state dict of ``module`` with ``copies``, by ``id`` of parameters; the rest is copied.
+
+    All copies refuse to be written into. What a given ``destination`` has already is left as it is.
+    """
+    named = {**(kwargs or {}), "keep_vars": True}
+    given = dict(named.get("destination") or (args[0] if args else None) or {})
+    state: dict[str, Any] = module.state_dict(*args, **named)
+    marked = {key: as_copy(value) for key, value in copies.items()}
     for key, value in state.items():
-        if isinstance(value, Tensor):
-            known = copies.get(id(value))
-            state[key] = copy_of(value, device) if known is None else known
+        if isinstance(value, Tensor) and given.get(key) is not value:
+            known = marked.get(id(value))
+            state[key] = as_copy(copy_of(value, device)) if known is None else known
     return state
 
 

@@ -19,6 +19,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import ArgumentError
 from echelon.values.untrusted_json import Json
@@ -32,6 +33,8 @@ from echelon.values.value_types import (
     is_simple,
 )
 
+# Classes whose memory is that of a plain tensor, and which are saved as one.
+TENSOR_CLASSES: set[type] = {Tensor}
 _MAX_PATH = 512  # characters, because the names of tensors have a limit, too
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # keys that become part of a path unchanged
 
@@ -54,6 +57,13 @@ class Purpose:
 
 SAVED = Purpose(is_done="saved in a checkpoint", only_safetensors=True, max_values=1_000_000)
 SENT = Purpose(is_done="sent to other ranks", only_safetensors=False, max_values=1 << 40)
+
+
+def _plain_tensor(value: Tensor) -> Tensor:
+    if type(value) is Tensor:
+        return value
+    with DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
 
 
 @final
@@ -79,8 +89,9 @@ class Encoder:
                 return simple(value)
             except ValueError as error:
                 raise ArgumentError(f"{place} {error}") from None
-        if type(value) is Tensor:
-            return {"$tensor": self._tensor(value, place, path)}
+        if type(value) in TENSOR_CLASSES:
+            assert isinstance(value, Tensor)
+            return {"$tensor": self._tensor(_plain_tensor(value), place, path)}
         if type(value) is np.ndarray:
             return {"$ndarray": self._array(value, place, path)}
         container = _CONTAINERS.get(type(value))

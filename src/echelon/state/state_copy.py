@@ -1,0 +1,226 @@
+"""Tensors of a state dict that are copies, so that a write into one would be lost, and is refused.
+
+``StateCopy`` is the Python class of a copy and of all that shares its memory. Its memory is that of
+a plain tensor: whatever only reads it is right, and what is computed from it is plain.
+
+[Note: what is a write] Each function of torch runs in a mode that sees its operators, which say
+in their schema what they write into. So in-place functions, ``out=``, index assignments and
+``foreach`` are all found before the write, by the memory written into. Batch norm does not say that
+it updates its statistics, and is known by the names of its arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.errors import StateError
+from echelon.modules.sharded_tensor import name_of, unmarked
+from echelon.values.encoding import TENSOR_CLASSES
+
+# These write no values, and what they change belongs to the object.
+_NO_WRITES = frozenset({"aten::detach_", "aten::record_stream", "aten::requires_grad_"})
+# These write without an operator.
+_UNSEEN_WRITES = frozenset({Tensor.apply_, Tensor.map_, Tensor.map2_})
+_WRITTEN_ATTRIBUTES = frozenset({"data", "real", "imag"})
+_STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+class StateCopy(Tensor):
+    """A copy of a tensor of a model, which refuses to be written into."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if torch.compiler.is_compiling():  # what is compiled sees plain tensors
+            with DisableTorchFunctionSubclass():
+                return func(*args, **named)
+        if func in _UNSEEN_WRITES and isinstance(args[0], StateCopy):
+            _refuse(f"{name_of(func)}()")
+        memory = {_memory_of(value) for value in _copies_in((args, named))}
+        with _RefuseWrites(func, memory):
+            if all(kind in _PLAIN for kind in types):
+                with DisableTorchFunctionSubclass():
+                    result = func(*args, **named)
+            else:  # another class has a say in what the function does
+                result = func(*_as_plain(args), **_as_plain(named))
+        # What a module loads is its own.
+        return result if func is Tensor.module_load else _marked_again(result, memory)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _WRITTEN_ATTRIBUTES:
+            _refuse(f"an assignment to .{name}")
+        super().__setattr__(name, value)
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse; torch asks no class about this function."""
+        _refuse("set_()")
+
+    def __format__(self, spec: str) -> str:
+        return format(unmarked(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unmarked(self).__reduce_ex__(protocol)
+
+    def __copy__(self) -> Tensor:
+        same: Tensor = as_copy(copy.copy(unmarked(self)))
+        return same
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(unmarked(self), memo)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    # ``nn.Parameter(copy)`` and ``nn.Buffer(copy)`` set these of an alias that they have made. A
+    # module that owns the memory may write into it.
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    @property
+    def _is_buffer(self) -> bool:
+        return False
+
+    @_is_buffer.setter
+    def _is_buffer(self, value: bool) -> None:
+        self.__class__ = Tensor  # type: ignore[assignment]
+        self._is_buffer = value
+
+
+TENSOR_CLASSES.add(StateCopy)
+_PLAIN = frozenset({Tensor, nn.Parameter, StateCopy})
+
+
+class _RefuseWrites(TorchDispatchMode):
+    """Refuse the operators of ``func`` that write into ``memory``."""
+
+    def __init__(self, func: Callable[..., Any], memory: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._func, self._memory = func, memory
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator imports the compiler, which takes seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if any(_memory_of(tensor) in self._memory for tensor in _written_by(func, args, named)):
+            _refuse(f"{name_of(self._func)}()")
+        return func(*args, **named)
+
+
+def _written_by(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes into."""
+    schema = operator._schema
+    if schema.name in _NO_WRITES:
+        return
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+    given |= named
+    if schema.is_mutable:
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors_in(given.get(argument.name))
+    if given.get("training") or given.get("train"):
+        yield from _tensors_in([given.get(name) for name in _STATISTICS])
+
+
+def as_copy(value: Any) -> Any:
+    """The same memory as a ``StateCopy``. What is no plain tensor in memory is returned unchanged.
+
+    Example:
+        >>> copy = as_copy(torch.ones(2))
+        >>> type(copy + 1) is Tensor
+        True
+    """
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return value
+    _watch_buffers()
+    return value.as_subclass(StateCopy)
+
+
+@cache
+def _watch_buffers() -> None:
+    """Let modules take copies as buffers of their own, as ``load_state_dict(assign=True)`` does."""
+    register_module_buffer_registration_hook(_own_buffer)  # type: ignore[arg-type]
+
+
+def _own_buffer(module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:
+    return unmarked(value) if isinstance(value, StateCopy) else None
+
+
+def _refuse(what: str) -> NoReturn:
+    raise StateError(
+        f"{what} writes into a tensor of a state dict that has copies, so the model "
+        "would not change: change the model with model.load_state_dict(state), or its parameters "
+        "inside `with model.full_parameters(writeback=True):`; tensor.clone() is yours to write "
+        "into"
+    )
+
+
+# Memory --------------------------------------------------------------------------------------
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Which memory a tensor has; 0 if it has none."""
+    with DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided:
+            return 0
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors_in(value)
+    elif isinstance(values, Mapping):
+        yield from _tensors_in(list(values.values()))
+
+
+def _copies_in(values: Any) -> Iterator[Tensor]:
+    return (value for value in _tensors_in(values) if isinstance(value, StateCopy))
+
+
+def _as_plain(values: Any) -> Any:
+    """Arguments with copies as plain tensors."""
+    if isinstance(values, StateCopy):
+        return unmarked(values)
+    if type(values) in (list, tuple):
+        return type(values)(map(_as_plain, values))
+    if type(values) is dict:
+        return {key: _as_plain(value) for key, value in values.items()}
+    return values
+
+
+def _marked_again(result: Any, memory: set[int]) -> Any:
+    """A result in which what shares memory with a copy is one too."""
+    if type(result) is Tensor:
+        return as_copy(result) if _memory_of(result) in memory else result
+    if type(result) in (list, tuple):
+        return type(result)(_marked_again(value, memory) for value in result)
+    if isinstance(result, Iterator):  # of the rows of a copy
+        return (_marked_again(value, memory) for value in result)
+    return result
