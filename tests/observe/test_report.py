@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -70,7 +71,7 @@ def test_a_reader_never_sees_half_a_page(tmp_path: Path, monkeypatch: pytest.Mon
 
     def fail(fd: int, data: bytes) -> None:
         os.write(fd, data[:100])
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr(atomic_files, "write_all", fail)
     with pytest.raises(OSError, match="no space"):
