@@ -13,7 +13,7 @@ def test_buckets_and_unused_parameters_are_named() -> None:
         nbytes = 4 * (16 + 16 + 2 + 3 + 3)  # gradients begin at multiples of 16; flags, notices
         assert ddp.buckets == (BucketInfo(ddp.buckets[0].names, torch.float32, nbytes),)
         assert sorted(ddp.buckets[0].names) == ["0.bias", "0.weight", "1.weight"]
-        ddp.module[world.rank].weight.sum().backward()
+        list(ddp.parameters())[2 * world.rank].sum().backward()
         here = ("0.bias", "1.weight") if world.rank == 0 else ("0.weight", "0.bias")
         assert ddp.unused_parameters() == Unused(here, ("0.bias",))
 
