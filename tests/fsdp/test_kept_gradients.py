@@ -24,13 +24,18 @@ MODELS = {
     "rounded": {"precision": ec.MixedPrecision(master=torch.float32, reduce=torch.float64)},
     "replicated": {"strategy": ec.Strategy.NO_SHARD},
 }
+HYBRID = {one.name: {"strategy": one} for one in ec.Strategy if one.hybrid}
 
 
 def wrapped(world: World, options: dict[str, Any]) -> ec.FSDP:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2))
     units = ec.units.by_type(nn.Linear)
-    return ec.FSDP(module, world.group, units=units, **{"min_num_params": 0, **options})
+    mesh = world.mesh(replicate=2, shard=2) if world.size == 4 else None
+    if mesh is not None:
+        options = {"replicate": mesh["replicate"], **options}
+    group = world.group if mesh is None else mesh["shard"]
+    return ec.FSDP(module, group, units=units, **{"min_num_params": 0, **options})
 
 
 def addresses(model: ec.FSDP) -> list[int]:
@@ -38,7 +43,7 @@ def addresses(model: ec.FSDP) -> list[int]:
 
 
 def keeps(world: World) -> None:
-    for options in MODELS.values():
+    for options in MODELS.values() if world.size == 2 else HYBRID.values():
         for hold, values in WAYS.values():
             model, kept, copies = wrapped(world, options), [], []
             for factor in (1.0, -3.0, 5.0):
@@ -52,6 +57,10 @@ def keeps(world: World) -> None:
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_gradients_that_are_kept_over_zero_grad_keep_their_values(kind: str) -> None:
     ec.run(keeps, 2, kind)
+
+
+def test_replicas_of_shards_let_kept_gradients_be() -> None:
+    ec.run(keeps, 4)
 
 
 def reuses(world: World) -> None:

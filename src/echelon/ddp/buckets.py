@@ -207,10 +207,11 @@ class Bucket:
 
     def leave_to_holders(self) -> None:
         """Write the next gradients elsewhere if somebody keeps earlier ones; see the note."""
-        if all(map(is_, map(_grad, self.params), self.grad_views)):
-            return  # they are added to in place
         before, home = self._gradients, self._home
-        ours = [s for s, param in enumerate(self.params) if param.grad is before.views[s]]
+        is_ours = list(map(is_, map(_grad, self.params), before.views))
+        if all(is_ours):
+            return  # they are added to in place
+        ours = [slot for slot, is_it in enumerate(is_ours) if is_it] if any(is_ours) else []
         for slot in ours:
             self.params[slot].grad = None
         may_return = before is not home and not ours

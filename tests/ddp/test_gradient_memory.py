@@ -89,6 +89,24 @@ def test_a_bucket_is_elsewhere_on_the_rank_that_keeps_while_it_keeps(kind: str) 
     run_world(kind, one_keeps, 2)
 
 
+def reuses(world: World) -> None:
+    for options in MODELS.values():
+        model, seen = wrapped(world, options), []
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            step(model, 1.0, options)
+            ec.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            seen.append([p.grad.data_ptr() for p in model.parameters()])
+        assert seen[1] == seen[2] == seen[3]
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_the_memory_of_gradients_that_nobody_keeps_is_used_again(kind: str) -> None:
+    run_world(kind, reuses, 2)
+
+
 def stays(world: World) -> None:
     for options in MODELS.values():
         model = wrapped(world, options)
