@@ -124,7 +124,8 @@ def kept(world: ec.World, name: str, plan: ec.Plan, units: Any) -> tuple[int, in
     params = list(
         ec.parallelize(build(name), plan, world, units=units, loss_fn=loss_fn).parameters()
     )
-    return sum(param.numel() for param in params), sum(param.nbytes for param in params)
+    parts = [ec.local_shard(param) for param in params]
+    return sum(part.numel() for part in parts), sum(part.nbytes for part in parts)
 
 
 PLANS = [
