@@ -106,7 +106,10 @@ def _digest(value: object) -> int | None:
         if len(shown) == _MOST_TENSORS:
             break
         if type(tensor) in (Tensor, nn.Parameter) and _has_elements(tensor):
-            shown.append(_sample(tensor))
+            try:
+                shown.append(_sample(tensor))
+            except RuntimeError:  # it has no values, as inside of torch.func and while tracing
+                return None
     if not any(len(set(map(repr, sample))) > 1 for sample in shown):
         return None
     return zlib.crc32(repr(shown).encode())

@@ -35,7 +35,11 @@ def test_a_save_of_one_strategy_goes_on_with_another_on_other_ranks(tmp_path: Pa
         done = {3: 2, 1: 0}[ranks]  # by three ranks: all that is left; then nothing is
         assert num_epochs == done
         assert apart(run["weights"], whole["weights"]) <= 1e-12
-    assert sorted(os.listdir(tmp_path / "a.ckpt")) == [".lock", "step-000000002"]
+    assert sorted(os.listdir(tmp_path / "a.ckpt")) == [
+        ".lock",
+        ".written-by-lightning",
+        "step-000000002",
+    ]
 
 
 @pytest.mark.slow
