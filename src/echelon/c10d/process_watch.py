@@ -29,7 +29,7 @@ from echelon.diagnosis.exit_guard import (
     outlive_termination,
 )
 from echelon.diagnosis.flight_recorder import Phase
-from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
+from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter, counter
 from echelon.errors import CommTimeout, RankFailed, WorldError
 from echelon.process.environment import JobEnvironment, environment
 from echelon.process.forks import ForkMark, mark
@@ -68,8 +68,10 @@ class ProcessWatch:
         if self._hooked:
             return
         self._hooked = True
-        steps = StepCounter(self.monitor.record_step, self.monitor.step_rows)
-        steps.count()
+        steps = counter()  # of the world, if the rank is in one
+        if steps is None:
+            steps = StepCounter(self.monitor.record_step, self.monitor.step_rows)
+            steps.count()
         if path := error_file():
             install_failure_record(path, self.monitor.rank, lambda: f"at step {steps.number}")
             outlive_termination()

@@ -361,14 +361,19 @@ class StepCounter:
             self._note(self._number)
 
 
+def counter() -> StepCounter | None:
+    """What counts the steps of the rank on this thread; None if nothing does."""
+    steps: StepCounter | None = getattr(_current, "steps", None)
+    return steps
+
+
 @cache  # one hook for all ranks of a process, however many worlds it has
 def _listen() -> None:
     register_optimizer_step_post_hook(_took_step)
 
 
 def _took_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    steps: StepCounter | None = getattr(_current, "steps", None)
-    if steps is not None:
+    if (steps := counter()) is not None:
         steps._add(optimizer)
 
 
