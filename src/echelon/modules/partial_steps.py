@@ -32,6 +32,14 @@ class _NeedsNoMore(StepCheck):
     def __init__(self, what: str, cut: Cut, *, owner: nn.Module | None) -> None:
         self._what, self._cut = what, cut
         self._owner = None if owner is None else weakref.ref(owner)
+        self._key = what, cut, None if owner is None else id(owner)
+
+    # Equal checks of the units of one model run once before a step, and not once for each unit.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NeedsNoMore) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._owner is not None and self._owner() is None:
