@@ -91,16 +91,6 @@ Allowed = tuple[str, Callable[[Spec], bool], str]
 
 ALLOWED: tuple[Allowed, ...] = (
     (
-        r"no parameter of \w+ requires a gradient",
-        lambda case: case["technique"] != "pipeline",
-        "ArgumentError of a wrapper with nothing to reduce",
-    ),
-    (
-        r"ignored has every parameter of \w+ that requires a gradient",
-        lambda case: "ignored" in case["options"],
-        "ArgumentError of a wrapper with nothing to reduce",
-    ),
-    (
         r"was frozen, and unfrozen after \w+ wrapped the model",
         lambda case: any("toggle" in step for step in case["steps"]),
         "StateError of census.py: only what was trainable when it was wrapped is thawed again",

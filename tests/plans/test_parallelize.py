@@ -44,3 +44,46 @@ def test_a_model_trained_on_the_rows_of_a_plan_is_that_of_one_process(text: str)
 def test_a_plan_for_another_world_has_no_rows() -> None:
     with pytest.raises(ArgumentError, match="2 ranks, and there are 3"):
         ec.run(ec.Plan(dp=2).data_rank, 3)
+
+
+def _stages_with_a_frozen_one(seed: int) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    frozen = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, affine=False, momentum=0))
+    return [nn.Linear(4, 5), frozen.requires_grad_(False), nn.Linear(5, 2)]
+
+
+@pytest.mark.parametrize("text", ["pp=3,dp=2", "pp=3,shard=2"])
+def test_a_stage_with_nothing_to_train_has_the_values_and_buffers_of_the_first_rank(
+    text: str,
+) -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+
+    def main(world: ec.World) -> dict[str, torch.Tensor]:
+        plan = ec.Plan.parse(text, microbatches=2)
+        stages = _stages_with_a_frozen_one(seed=world.rank)
+        model = ec.parallelize(stages, plan, world, loss_fn=mse)
+        rows = slice(plan.data_rank(world), None, plan.data_size)
+        for _ in range(2):
+            for buffer in model.buffers() if plan.dp > 1 else ():
+                buffer += world.rank
+            model.step(x[rows], target=y[rows])
+        return model.whole_state_dict()
+
+    first, *others = ec.run(main, 6)
+    for other in others:
+        assert_states_close(other, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("text", ["pp=3,dp=2", "pp=3,shard=2"])
+def test_a_stage_that_had_nothing_to_train_is_not_trained_by_each_replica_alone(text: str) -> None:
+    def main(world: ec.World) -> None:
+        plan = ec.Plan.parse(text, microbatches=2)
+        stages = _stages_with_a_frozen_one(seed=0)
+        model = ec.parallelize(stages, plan, world, loss_fn=mse)
+        model.step(torch.randn(4, 4), target=torch.randn(4, 2))
+        for param in model.parameters():
+            param.requires_grad_()
+        model.step(torch.randn(4, 4), target=torch.randn(4, 2))
+
+    with pytest.raises(ec.StageError, match="'0.weight' was frozen, and unfrozen after"):
+        ec.run(main, 6)

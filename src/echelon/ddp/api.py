@@ -24,7 +24,7 @@ from echelon.ddp.replicas import (
 )
 from echelon.ddp.replicated_module import ReplicatedModule, add_prefix
 from echelon.ddp.reports import BucketInfo, Unused
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import StateError
 from echelon.modules.autograd import in_transform
 from echelon.modules.compiled import keep_plain_names, plain_name
 from echelon.modules.data_watch import DataWatch
@@ -73,7 +73,8 @@ class DDP(ReplicatedModule):
     Args:
         module: the same on all ranks. Its parameters keep their identity, so an optimizer may be
             made before or after. A parameter that is frozen now is not reduced and must stay
-            frozen; others may be frozen and unfrozen between steps, the same on all ranks.
+            frozen; others may be frozen and unfrozen between steps, the same on all ranks. All may
+            be frozen, as in a teacher: values and buffers are those of rank 0.
         group: the ranks that hold a copy.
         bucket_bytes: the cap of every bucket; a larger gradient has a bucket of its own.
         first_bucket_bytes: one more cap of the first bucket, so that communication begins early.
@@ -352,8 +353,3 @@ def _check_arguments(module: nn.Module, group: Group) -> None:
     checks.instance("module", module, nn.Module)
     checks.instance("group", group, Group)
     check_not_wrapped(module)
-    if not any(param.requires_grad for param in module.parameters()):
-        raise ArgumentError(
-            f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "
-            "reduce: use the module itself"
-        )

@@ -322,6 +322,9 @@ class Reducer:
                 work.wait()
             here += [bucket.indices[slot] for slot in missing]
             everywhere += [bucket.indices[slot] for slot in bucket.finalize(divisor, missing)]
+        if not self.buckets:  # nothing carries a notice: buffers go out before each forward
+            self.buffers_changed = self._changed_buffers is not None
+            return UnusedIndices([], [])
         notices = self.buckets[-1].notices
         if self._changed_buffers is not None and bool(notices[BUFFERS_CHANGED] != 0):
             self.buffers_changed = True

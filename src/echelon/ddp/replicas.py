@@ -189,7 +189,7 @@ class ReplicaCheck:
     @property
     def is_on(self) -> bool:
         """Whether there is anything to compare."""
-        return self._every > 0 and self._group.size > 1
+        return self._every > 0 and self._group.size > 1 and bool(self._named)
 
     def begin_forward(self) -> None:
         """Remember how often parameters were written."""

@@ -301,7 +301,7 @@ class FSDP(ShardedModule):
         )
         norm = norm_over_shards(sharded, replicated, check_order(norm_type), self._group)
         dtypes = [storage.dtype.to_real() for storage in storages]
-        return norm.to(reduce(torch.promote_types, dtypes))
+        return norm.to(reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

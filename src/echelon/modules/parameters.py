@@ -38,8 +38,8 @@ def ignored_parameters(
 ) -> list[nn.Parameter]:
     """The parameters that the wrapper neither reduces nor shards.
 
-    Raises ArgumentError if an item is not in the model, if an ignored module shares a parameter
-    with one that is not ignored, or if no parameter is left that requires a gradient.
+    Raises ArgumentError if an item is not in the model, or if an ignored module shares a parameter
+    with one that is not ignored.
     """
     if not isinstance(ignored, Iterable):
         raise ArgumentError(f"ignored is {ignored!r:.80}; give a list of modules and parameters")
@@ -65,11 +65,6 @@ def ignored_parameters(
                     f"parameter {local!r} of module {name!r} is shared with an ignored module: "
                     "ignore both, or neither"
                 )
-    if skip and not any(param.requires_grad for param in params if param not in skip):
-        raise ArgumentError(
-            f"ignored has every parameter of {type(module).__name__} that requires a gradient, so "
-            "nothing is left to share: use the module itself"
-        )
     return list(skip)
 
 

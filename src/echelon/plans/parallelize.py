@@ -14,7 +14,7 @@ they are neighbours; those that differ on ``pp`` exchange the least. Ranks that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,12 +103,10 @@ def _pipeline(
     check_memory_of_stages(stages, range(len(stages)))  # wrappers give it other memory
     _check_shared(shared, plan)
     schedule, replicas = plan.make_schedule(), plan.dp * plan.shard
-    # No wrapper knows which ranks have the parameters that it ignores or the stages without one.
-    has_unwrapped = bool(shared) or any(_stays_plain(stage, shared) for stage in stages)
     for index in schedule.stages_of(mesh.coordinates["pp"]):
         stages[index] = _wrap(stages[index], plan, mesh, units, list(shared))
     replicate: Group | None = None
-    if has_unwrapped and replicas > 1:
+    if shared and replicas > 1:  # no wrapper knows which ranks have the parameters that it ignores
         replicate = world.mesh(pp=plan.pp, replicas=replicas)["replicas"]
     assert plan.microbatches is not None, "Plan has checked it"
     pipeline_options, _ = plan.split_options()
@@ -149,8 +147,6 @@ def _wrap(
     shared: Sequence[nn.Parameter],
 ) -> nn.Module:
     """Wrap the module, or a stage of it, except for ``shared``, which the pipeline reduces."""
-    if plan.pp > 1 and _stays_plain(module, shared):
-        return module
     inside = set(module.parameters())
     ignored = [param for param in shared if param in inside]
     if plan.shard > 1:
@@ -168,11 +164,6 @@ def _wrap(
     if plan.dp > 1 or plan.pp == 1:
         return DDP(module, mesh["dp"], ignored=ignored, **plan.ddp)
     return module
-
-
-def _stays_plain(stage: nn.Module, shared: Collection[nn.Parameter]) -> bool:
-    """Whether a stage needs no wrapper: only its shared parameters have gradients to reduce."""
-    return not any(param.requires_grad for param in set(stage.parameters()).difference(shared))
 
 
 def _stages_of(model: nn.Module | Sequence[nn.Module], plan: Plan) -> list[nn.Module]:
