@@ -85,5 +85,5 @@ def test_a_stage_that_had_nothing_to_train_is_not_trained_by_each_replica_alone(
             param.requires_grad_()
         model.step(torch.randn(4, 4), target=torch.randn(4, 2))
 
-    with pytest.raises(ec.StageError, match="'0.weight' was frozen, and unfrozen after"):
+    with pytest.raises(ec.StageError, match=r"'0\.weight' was frozen, and unfrozen after"):
         ec.run(main, 6)
