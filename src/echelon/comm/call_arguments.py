@@ -16,6 +16,19 @@ _QUANTIZED = "torch.q"  # qint8, quint4x2, …
 _STRIDED = torch.strided
 
 
+class PartOfATensor:
+    """A base of classes of tensors whose memory is a part of what they stand for.
+
+    Collectives refuse them: what would be summed or sent is other elements on each rank.
+    """
+
+    __slots__ = ()
+
+    def describe_part(self) -> str:
+        """Which part of what this rank holds."""
+        raise NotImplementedError
+
+
 @final
 class Arguments:
     """Checks the arguments of the calls of one rank.
@@ -34,6 +47,7 @@ class Arguments:
         for tensor in (*read, *written):
             if (
                 not isinstance(tensor, Tensor)
+                or isinstance(tensor, PartOfATensor)
                 or tensor.is_nested
                 or tensor.is_quantized
                 or tensor.layout is not _STRIDED
@@ -60,6 +74,12 @@ class Arguments:
         """The error for what no call takes."""
         if not isinstance(tensor, Tensor):
             return ArgumentError(f"{op} got {tensor!r:.80}; give a tensor")
+        if isinstance(tensor, PartOfATensor):
+            return ArgumentError(
+                f"{op} would take the parts of ranks for one tensor: of {tensor.describe_part()}. "
+                "FSDP sends rank 0's values when it wraps a model, and reduces gradients itself; "
+                "ec.local_shard(tensor) is this rank's part, if that is meant"
+            )
         if tensor.is_nested or tensor.is_quantized:
             kind = "nested" if tensor.is_nested else "quantized"
             return ArgumentError(f"{op} got a {kind} tensor; give a dense one, such as its values")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon.comm.call_arguments import PartOfATensor
 from echelon.comm.group import Group
 from echelon.errors import StateError
 
@@ -169,10 +170,14 @@ def same_ranks(group: Group | None, other: Group | None) -> bool:
     return group is other or group.ranks == other.ranks
 
 
-class _SaysItIsAPart:
+class _SaysItIsAPart(PartOfATensor):
     """What the two classes have in common."""
 
     __slots__ = ()
+
+    def describe_part(self) -> str:
+        """Which part of what this rank holds, for errors."""
+        return sharding_of(cast(Tensor, self)).describe()
 
     @classmethod
     def __torch_function__(
