@@ -103,3 +103,18 @@ def test_each_rank_has_a_file_if_each_is_tracked(tmp_path: Path) -> None:
         "gpt-rank-0.prom",
         "gpt-rank-1.prom",
     ]
+
+
+def test_a_file_of_somebody_else_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    place, run = tmp_path / "notes.prom", TrackedRun(folder=tmp_path, name="gpt")
+    place.write_text("mine")
+    with pytest.raises(FileExistsError, match="file of somebody else"):
+        PrometheusFile(run, str(place))
+    place.unlink()
+    tracker = PrometheusFile(run, str(place))
+    tracker.log({"train/loss": 1.0}, 1)
+    place.write_text("mine")
+    for call in (tracker.close, lambda: tracker.log({"train/loss": 1.0}, 2)):
+        with pytest.raises(FileExistsError, match="file of somebody else"):
+            call()
+    assert place.read_text() == "mine"

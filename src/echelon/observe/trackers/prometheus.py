@@ -14,8 +14,10 @@ from typing import final
 
 from echelon.observe.trackers.tracker import TrackedRun
 from echelon.process.atomic_files import replace_file
+from echelon.process.plain_file import open_plain
 
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
+_BEGINNING = b"# TYPE echelon_"  # of every file that this tracker writes
 
 
 class PrometheusValues:
@@ -65,12 +67,29 @@ def _number_text(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
+def _refuse_foreign(path: Path) -> None:
+    """Raise a FileExistsError if there is a file that no tracker has written."""
+    try:
+        with open_plain(path) as file:
+            is_ours = file.read(len(_BEGINNING)) == _BEGINNING
+    except FileNotFoundError:
+        return
+    if not is_ours:
+        raise FileExistsError(
+            f"{path} is a file of somebody else, which the values of the run would replace: give "
+            "Prometheus another path"
+        )
+
+
 @final
 class PrometheusFile:
     """Writes the newest values into a file, which is whole whenever somebody reads it.
 
     The file goes when the run ends; that of a run that was killed stays, and its time stamp grows
     old.
+
+    Raises:
+        FileExistsError: there is a file that no tracker has written.
 
     Args:
         place: the file, such as one in the textfile folder of the node exporter; None:
@@ -83,6 +102,7 @@ class PrometheusFile:
         if run.rank is not None:
             path = path.with_name(f"{path.stem}-rank-{run.rank}{path.suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign(path)
         self._path = path
         self._values = PrometheusValues(run)
 
@@ -92,9 +112,11 @@ class PrometheusFile:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Replace the file."""
         self._values.update(values, step, time.time())
+        _refuse_foreign(self._path)
         # The node exporter reads *.prom, so it does not see the file before it has this name.
         replace_file(self._path, self._values.text().encode(), sync=False)
 
     def close(self) -> None:
         """Remove the file, so that nobody takes its values for those of a run."""
+        _refuse_foreign(self._path)
         self._path.unlink(missing_ok=True)

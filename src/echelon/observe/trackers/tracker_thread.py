@@ -6,9 +6,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 from echelon.observe.trackers.tracker import Tracker
+from echelon.process.background_threads import run_in_background
 
 _Call = Callable[[Tracker], None]
 
@@ -36,8 +38,7 @@ class TrackerThread:
         self._calls: queue.Queue[_Call | None] = queue.Queue(MOST_WAITING)
         self._is_open = threading.Event()
         self._trouble: str | None = None
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
-        self._thread.start()
+        self._thread = run_in_background(f"tracker {name}", self._work, stop=self._end)
         if not self._is_open.wait(open_s):
             # It may open yet: the queue keeps what comes until then.
             self._trouble = f"has not opened within {open_s:g} s"
@@ -52,6 +53,10 @@ class TrackerThread:
         except Exception as error:
             self._trouble = f"failed: {type(error).__name__}: {error}"
             self._is_open.set()
+
+    def _end(self) -> None:
+        with suppress(queue.Full):  # it is told to end then
+            self._calls.put_nowait(None)
 
     def put(self, call: _Call) -> None:
         """Have ``call`` made after those before it."""
