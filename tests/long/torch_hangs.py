@@ -81,8 +81,10 @@ _OPS: dict[str, Callable[[torch.Tensor, dist.ProcessGroup, tuple[int, ...]], obj
     "ring": _ring,
 }
 _KINDS = ("hang", "late", "exit", "raise", "shape", "kill", "order", "groups")
-# Neither has a shape: a broadcast's source need not wait, nor the sender of a ring.
+# A broadcast's source need not wait; in a ring, whose sends need not wait, an order of two groups is
+# made good by the next rank.
 _WITHOUT_WAIT = {"broadcast"}
+_WITHOUT_ORDER = {"broadcast", "ring"}
 
 
 def draw(seed: int) -> Scenario:
@@ -91,14 +93,15 @@ def draw(seed: int) -> Scenario:
     world = stream.choice(("threads", "processes", "launched"))
     kinds = [kind for kind in _KINDS if not (kind == "kill" and world == "threads")]
     kind = stream.choice(kinds)
-    ranks = stream.randint(2, 4)
+    ranks = stream.randint(3 if kind == "groups" else 2, 4)  # else both groups are the same
     members = tuple(range(ranks))
     if ranks > 2 and stream.random() < 0.5 and kind not in ("late", "groups"):
         members = tuple(sorted(stream.sample(members, stream.randint(2, ranks - 1))))
     if kind == "shape":
         ops = ["all_reduce", "all_gather", "reduce_scatter", "ring"]
     else:
-        ops = [op for op in _OPS if op not in _WITHOUT_WAIT]
+        left_out = _WITHOUT_ORDER if kind == "order" else _WITHOUT_WAIT
+        ops = [op for op in _OPS if op not in left_out]
     return Scenario(kind, world, ranks, stream.choice(members), members, stream.choice(ops))
 
 
