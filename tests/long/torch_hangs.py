@@ -81,8 +81,8 @@ _OPS: dict[str, Callable[[torch.Tensor, dist.ProcessGroup, tuple[int, ...]], obj
     "ring": _ring,
 }
 _KINDS = ("hang", "late", "exit", "raise", "shape", "kill", "order", "groups")
-# A broadcast's source need not wait; in a ring, whose sends need not wait, an order of two groups is
-# made good by the next rank.
+# A broadcast's source need not wait. In a ring sends need not wait, so the next rank makes another
+# order of two groups good.
 _WITHOUT_WAIT = {"broadcast"}
 _WITHOUT_ORDER = {"broadcast", "ring"}
 
