@@ -9,6 +9,7 @@ import torch
 
 import echelon as ec
 from echelon.cli import running_jobs
+from echelon.diagnosis.flight_recorder import Phase, RankStatus
 
 
 def wait_for_a_late_rank(world: ec.World, looked_at: Path) -> None:
@@ -64,6 +65,43 @@ def test_a_job_is_named_by_its_launcher_where_its_ranks_have_lower_numbers(
     monkeypatch.setattr(running_jobs, "_processes", lambda: list(started))
     (job,) = running_jobs.running_jobs()
     assert job.pid == 40
+
+
+CALL = "all_reduce(mean) float32[4225] of 'gradients of 0.weight … 2.bias' (#7 of group 'world 0')"
+
+
+def status_of(rank: int) -> RankStatus:
+    return RankStatus(
+        rank=rank,
+        pid=os.getpid(),
+        start_ticks=0,
+        thread_id=threading.get_ident(),
+        native_id=threading.get_native_id(),
+        stacks_fd=None,
+        attempt=0,
+        phase=Phase.RUNNING,
+        step=12,
+        waits_for=1 - rank,
+        call=CALL,
+        timeout_s=60.0,
+        script_ended=False,
+        gave_up_on=None,
+        script_waits=True,
+        in_torch=False,
+    )
+
+
+def test_where_a_terminal_is_too_narrow_for_a_table_calls_have_rows_of_their_own() -> None:
+    statuses = [status_of(0), status_of(1)]
+    job = running_jobs.RunningJob(pid=7, command="train.py", statuses=statuses)
+    wide = job.lines()
+    assert len(wide) == 4
+    assert all(line.endswith(CALL) for line in wide[2:])
+    assert job.lines(max(map(len, wide))) == wide
+    narrow = job.lines(80)
+    assert narrow[3::2] == [f"    last call: {CALL}"] * 2
+    assert all(len(line) <= 80 for line in [*narrow[:3], narrow[4]])
+    assert [line.split()[0] for line in narrow[2::2]] == ["0", "1"]
 
 
 def test_a_process_that_is_no_job_gives_code_1(capsys: pytest.CaptureFixture[str]) -> None:

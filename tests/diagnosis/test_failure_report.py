@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import echelon as ec
-from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.failure_record import FailureRecord, Reason
 from echelon.diagnosis.failure_report import MAX_LINES, failure_report
 from echelon.diagnosis.flight_recorder import Phase, RankStatus, where_of
 from echelon.errors import (
@@ -243,6 +243,27 @@ def test_of_an_error_raised_on_purpose_the_lines_of_the_user_are_shown() -> None
     lines = text(records={0: FailureRecord.of(info.value, 0)})
     assert "    ec.units.by_type()" in lines
     assert not any("src/echelon" in line for line in lines)
+
+
+@pytest.mark.parametrize("num_inner", range(6))
+def test_a_traceback_begins_with_a_whole_frame_and_not_with_what_starts_the_script(
+    num_inner: int,
+) -> None:
+    outer = f'  File "{ec.__file__}", line 8, in run_program\n    exec(code, main)\n'
+    users = '  File "/home/me/train.py", line 17, in <module>\n    check(loss)\n    ^^^^^^^^^^^\n'
+    inner = '  File "/home/me/checks.py", line 3, in check\n    fail(loss)\n    ^^^^^^^^^^\n'
+    trace = "Traceback (most recent call last):\n" + outer + users + inner * num_inner
+    failure = FailureRecord(
+        rank=0,
+        reason=Reason.RAISED,
+        type="ValueError",
+        message="loss nan",
+        traceback=f"{trace}ValueError: loss nan\n",
+    )
+    headline, empty, first, *others = text(records={0: failure})
+    assert (headline, empty) == ("rank 0 raised ValueError: loss nan", "")
+    assert first.startswith('  File "/home/me/')
+    assert not any("run_program" in line for line in others)
 
 
 def test_when_torchrun_itself_fails_its_words_are_shown() -> None:

@@ -214,6 +214,64 @@ def test_a_scripted_module_is_refused() -> None:
     run_world("threads", wraps, 1)
 
 
+class OwnNorm(nn.BatchNorm1d):
+    """Has a forward of its own, which takes care of dtypes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.float())
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("norm", "options", "refused"),
+    [
+        (lambda: nn.BatchNorm1d(4), {"compute": HALF}, True),
+        (lambda: nn.BatchNorm1d(4), {"compute": HALF, "keep": (nn.LayerNorm,)}, True),
+        (lambda: nn.BatchNorm1d(4), {"compute": HALF, "keep": (nn.BatchNorm1d,)}, False),
+        (lambda: nn.BatchNorm1d(4), {"compute": HALF, "buffers": HALF}, False),
+        (lambda: nn.BatchNorm1d(4), {"buffers": HALF}, True),
+        (
+            lambda: nn.BatchNorm1d(4),
+            {"compute": HALF, "buffers": HALF, "keep": (nn.BatchNorm1d,)},
+            True,
+        ),
+        (lambda: nn.BatchNorm1d(4), {"compute": torch.float32}, False),
+        (lambda: nn.BatchNorm1d(4, affine=False), {"compute": HALF}, False),
+        (lambda: nn.BatchNorm1d(4, track_running_stats=False), {"compute": HALF}, False),
+        (lambda: nn.LayerNorm(4), {"compute": HALF}, False),
+        (lambda: OwnNorm(4), {"compute": HALF}, False),
+    ],
+)
+def test_a_batch_norm_is_refused_if_torch_would_refuse_its_dtypes_in_the_first_forward(
+    norm: Callable[[], nn.Module], options: dict[str, Any], refused: bool
+) -> None:
+    def wraps(world: World) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), norm())
+        precision = ec.MixedPrecision(**options)
+        if refused:
+            do = r"(keep=\(nn.BatchNorm1d|Leave buffers= out)"
+            with pytest.raises(ArgumentError, match=rf"'1' is a BatchNorm1d .*bfloat16.*{do}"):
+                ec.FSDP(model, world.group, precision=precision)
+        else:
+            wrapped = ec.FSDP(model, world.group, precision=precision, min_num_params=0)
+            if not isinstance(model[1], OwnNorm):
+                wrapped(torch.ones(3, 4)).sum().backward()
+
+    run_world("threads", wraps, 2)
+
+
+def test_a_batch_norm_whose_parameters_are_ignored_keeps_its_dtype() -> None:
+    def wraps(world: World) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        precision = ec.MixedPrecision(compute=HALF)
+        wrapped = ec.FSDP(model, world.group, precision=precision, ignored=[model[1]])
+        wrapped(torch.ones(3, 4)).sum().backward()
+
+    run_world("threads", wraps, 2)
+
+
 SAVED = {"state": {}, "param_groups": []}
 
 

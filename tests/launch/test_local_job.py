@@ -52,6 +52,23 @@ with ec.init() as world:
 """
 
 
+LATER_WORLD = """
+import torch
+import torch.distributed as dist
+import echelon as ec
+
+dist.init_process_group("gloo")
+world = ec.init()
+weight = torch.ones(1, requires_grad=True)
+optimizer = torch.optim.SGD([weight])
+for step in range(3):
+    weight.square().backward()
+    world.group.all_reduce(weight.grad)
+    optimizer.step()
+raise ValueError("boom")
+"""
+
+
 def start(folder: Path, mode: str, text: str = SCRIPT) -> subprocess.Popen[str]:
     """``echelon run`` of the script on two ranks, as a user starts it in a pipe."""
     script = folder / "train.py"
@@ -90,6 +107,19 @@ def test_the_first_line_of_a_failure_names_the_rank_the_step_and_the_cause(
     assert output == "rank 0 of 2 gradient 6.0\n"
     logs = Path(lines[-1].removeprefix("all output is in "))
     assert {path.parent.name for path in logs.rglob("stderr.log")} == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_a_failure_of_a_program_with_a_default_group_has_the_step_of_its_world_and_is_told_once(
+    tmp_path: Path,
+) -> None:
+    process = start(tmp_path, "", LATER_WORLD)
+    _, errors = process.communicate(timeout=90)
+    told = [line for line in errors.splitlines() if "boom" in line and "raise" in line]
+    assert re.fullmatch(r"rank \d at step 3 raised ValueError: boom", told[0]), errors
+    assert "Traceback" not in errors
+    steps = re.findall(r"rank \d (at step \d)", errors)
+    assert set(steps) == {"at step 3"}, errors
 
 
 @pytest.mark.slow

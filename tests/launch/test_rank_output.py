@@ -98,6 +98,11 @@ WARNING = (
         (["terminate called after throwing an instance of 'c10::Error'\n  what():  x\n"], ""),
         ([WARNING, "loss 1\n"], "loss 1\n"),
         ([WARNING[:30], WARNING[30:], "loss 1\n"], "loss 1\n"),
+        # Torch names the rank before each line where there is a default group.
+        (
+            ["loss 1\n", "[rank0]: Traceback (most recent call last):\n[rank0]: KeyError\n"],
+            "loss 1\n",
+        ),
         (["[Warmup] 10 %", "\rdone ten times\n"], "done ten times\n"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.modules.model_agreement import check_model
 from tests.ddp.models import mlp
 
@@ -121,7 +121,7 @@ def test_verify_accepts_equal_models(dtype):
 
 def test_a_norm_that_would_silently_be_local_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
-    with pytest.raises(ArgumentError, match="module '1' is a SyncBatchNorm"):
+    with pytest.raises(UnsupportedError, match="module '1' is a SyncBatchNorm"):
         check_model(model, torch.device("cpu"), size=2, ignored=())
 
 

@@ -5,9 +5,22 @@ import pytest
 import echelon as ec
 from echelon.page import TextTable, view_of
 from echelon.planner.layout import Layout
-from echelon.planner.plan_views import plan_table, refused_table
+from echelon.planner.plan_views import count_text, plan_table, refused_table
 from tests.planner.test_priced_plan import SHARDED, priced
 from tests.planner.test_ranked_plans import plans
+
+
+@pytest.mark.parametrize("power", range(13))
+@pytest.mark.parametrize("factor", [1.0, 1.2345, 4.5, 9.949, 9.951, 9.994, 9.996])
+def test_a_number_of_parameters_is_shown_with_three_digits_in_the_largest_unit_that_fits(
+    power: int, factor: float
+) -> None:
+    count = round(factor * 10**power)
+    number, _, unit = count_text(count).partition(" ")
+    scale = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[unit]
+    assert float(number) * scale == pytest.approx(count, rel=0.00505)
+    assert len(number.replace(".", "")) == 3 or scale == 1 or count >= 999.5e9
+    assert scale == 1e9 or float(number) < 1000
 
 
 def test_plans_are_a_table_and_the_best_as_a_line_of_a_script() -> None:

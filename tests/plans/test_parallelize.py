@@ -41,6 +41,49 @@ def test_a_model_trained_on_the_rows_of_a_plan_is_that_of_one_process(text: str)
         assert_states_close(found, alone.state_dict(), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("text", ["pp=2", "pp=2,dp=2", "pp=2,shard=2", "shard=2"])
+def test_groups_by_dim_and_accumulated_steps_of_a_plan_are_those_of_one_process(text: str) -> None:
+    axes = ec.Plan.parse(text, microbatches=2 if "pp" in text else None)
+    fsdp = {"fsdp": {"min_num_params": 0}} if axes.shard > 1 else {}
+    plan = ec.Plan(pp=axes.pp, dp=axes.dp, shard=axes.shard, microbatches=axes.microbatches, **fsdp)
+    batches = torch.randn(2, 8, 4, dtype=torch.float64)
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+
+    def by_dim(model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [param for param in model.parameters() if param.dim() >= 2]
+        vectors = [param for param in model.parameters() if param.dim() < 2]
+        assert matrices
+        assert vectors
+        decays = {"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}
+        return torch.optim.SGD(decays, lr=0.1)
+
+    def half(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse(output, target) / 2
+
+    def main(world: ec.World) -> dict[str, torch.Tensor]:
+        model = ec.parallelize(build(), plan, world, loss_fn=half)
+        optimizer = by_dim(model)
+        for i, batch in enumerate(batches):
+            rows = batch[plan.data_rank(world) :: plan.data_size]
+            if isinstance(model, ec.Pipeline):
+                model.step(rows, target=rows, finalize=i == 1)
+            else:
+                half(model(rows), rows).backward()
+        optimizer.step()
+        state = model.whole_state_dict() if plan.pp > 1 else model.state_dict()
+        return {name: value.clone() for name, value in state.items()}
+
+    alone = build()
+    optimizer = by_dim(alone)
+    mse(alone(batches.flatten(0, 1)), batches.flatten(0, 1)).backward()
+    optimizer.step()
+    for found in ec.run(main, plan.num_ranks):
+        assert_states_close(found, alone.state_dict(), rtol=1e-11, atol=1e-13)
+
+
 def test_a_plan_for_another_world_has_no_rows() -> None:
     with pytest.raises(ArgumentError, match="2 ranks, and there are 3"):
         ec.run(ec.Plan(dp=2).data_rank, 3)

@@ -73,7 +73,10 @@ class ProcessWatch:
             steps = StepCounter(self.monitor.record_step, self.monitor.step_rows)
             steps.count()
         if path := error_file():
-            install_failure_record(path, self.monitor.rank, lambda: f"at step {steps.number}")
+            own = steps  # a world that the script makes later counts in its own
+            install_failure_record(
+                path, self.monitor.rank, lambda: f"at step {(counter() or own).number}"
+            )
             outlive_termination()
         before, owner = sys.excepthook, os.getpid()
 

@@ -26,7 +26,7 @@ from echelon.planner.layout_space import SearchLimits
 from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_options import layout_text, missing_in_plan, plan_text
 from echelon.planner.plan_page import plans_page
-from echelon.planner.plan_views import plan_table
+from echelon.planner.plan_views import count_text, plan_table
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.ranked_plans import Plans
 from echelon.planner.refusal import RefusedPlan
@@ -195,7 +195,7 @@ def _refusal_record(refused: RefusedPlan) -> dict[str, object]:
 def _table(plans: Plans, best: int) -> None:
     console = Console()
     console.print(
-        f"{plans.model.num_parameters / 1e9:.2f} B parameters on {plans.cluster.num_devices} "
+        f"{count_text(plans.model.num_parameters)} parameters on {plans.cluster.num_devices} "
         f"{printable_line(plans.cluster.device.name)}: {plans.num_fitting} of {plans.num_layouts} "
         "plans fit",
         markup=False,  # the name of a device is what its file says

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +40,21 @@ class RunningJob:
     command: str
     statuses: Sequence[RankStatus]
 
-    def lines(self) -> list[str]:
-        """The job as a headline and one row for each rank."""
+    def lines(self, width: int | None = None) -> list[str]:
+        """The job as a headline and one row for each rank; two, if one is wider than ``width``."""
         rows = [_HEADS, *(_cells(status) for status in self.statuses)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return [f"job {self.pid}: {self.command}", *(f"  {line}" for line in table)]
+        headline = f"job {self.pid}: {self.command}"
+        lines = _table(rows)
+        if width is not None and max(map(len, lines)) > width:
+            heads, *lines = _table([row[:-1] for row in rows])
+            calls = [f"    last call: {row[-1]}" for row in rows[1:]]
+            lines = [heads, *(line for pair in zip(lines, calls, strict=True) for line in pair)]
+        return [headline, *lines]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def running_jobs() -> list[RunningJob]:
@@ -72,7 +80,7 @@ def show_jobs() -> int:
     if not jobs:
         say("no job of yours runs on this host; simulated ranks are not seen from outside")
     for job in jobs:
-        say("\n".join(job.lines()))
+        say("\n".join(job.lines(_width())))
     return 0
 
 
@@ -80,7 +88,7 @@ def show_job(pid: int, *, with_stacks: bool) -> int:
     """Print the job that a process or one of its ranks belongs to; 1 if there is none."""
     for job in running_jobs():
         if pid == job.pid or pid in [status.pid for status in job.statuses]:
-            lines = job.lines()
+            lines = job.lines(_width())
             if with_stacks:
                 answers = stacks.ask(job.statuses)
                 lines += [stacks.shown(answers)] if answers else []
@@ -91,6 +99,11 @@ def show_job(pid: int, *, with_stacks: bool) -> int:
             return 0
     say(f"process {pid} is neither a job nor a rank of one: echelon ps lists them")
     return 1
+
+
+def _width() -> int | None:
+    """The columns of the terminal; None where the output is no terminal's."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _processes() -> list[int]:

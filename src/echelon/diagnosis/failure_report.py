@@ -17,6 +17,7 @@ MAX_LINES = 25
 _MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
 _NOTE_LINES = 2
 _WIDTH = 400  # characters of one line
+_FRAME = re.compile(r'  File "(.*)", line \d+')
 
 
 def failure_report(
@@ -95,15 +96,20 @@ def _exception_lines(record: FailureRecord) -> list[str]:
         trace = _frames_of_user(trace) or trace
     if record.place and record.place not in record.message:
         lines.append(_cut(f"  at {record.place}"))
-    if trace:
-        shown = trace[-_TRACE_LINES:]
-        if not shown[0].lstrip().startswith("File "):
-            shown = shown[1:]
+    if shown := _end_of_trace(trace):
         of_rank = [f"  on rank {record.rank}:"] if record.is_disagreement else []
         lines += ["", *of_rank, *map(_cut, shown)]
     if notes := _notes(record):
         lines += ["", *map(_cut, notes)]
     return lines
+
+
+def _end_of_trace(trace: Sequence[str]) -> Sequence[str]:
+    """The last frames of a traceback, the first of them whole, without what starts the script."""
+    files = [_FRAME.match(line) for line in trace]
+    users = [i for i, frame in enumerate(files) if frame and is_user_file(frame[1])]
+    begin = max(users[0] if users else 0, len(trace) - _TRACE_LINES)
+    return trace[next((i for i in range(begin, len(trace)) if files[i]), begin) :]
 
 
 def _distinct(rows: Sequence[str]) -> list[str]:
@@ -118,7 +124,7 @@ def _frames_of_user(trace: Sequence[str]) -> list[str]:
     lines: list[str] = []
     is_users = False
     for line in trace:
-        if frame := re.match(r'  File "(.*)", line \d+', line):
+        if frame := _FRAME.match(line):
             is_users = is_user_file(frame[1])
         if is_users:
             lines.append(line)

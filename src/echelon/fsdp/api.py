@@ -16,7 +16,7 @@ from echelon import checks
 from echelon.checks import Reduction
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.fsdp.build import InitialValues, build_units
+from echelon.fsdp.build import InitialValues, build_units, check_batch_norms
 from echelon.fsdp.evaluation_rounds import EvaluationRounds
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import (
@@ -154,6 +154,7 @@ class FSDP(ShardedModule):
         size = prod(axis.size for axis in groups.groups)
         check_model(module, group.device, size=size, ignored=skipped, meta=True)
         check_memory_of(module, skipped, "FSDP")
+        check_batch_norms(module, options.precision, skipped)
         rule = whole() if units is None else units
         plans = plan_units(module, rule, skipped)
         choices = {**option_facts(options), "units": repr(rule), "ignored": str(len(skipped))}

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.comm.group import Group
 from echelon.comm.streams import is_cpu
-from echelon.errors import ModelMismatch
+from echelon.errors import ArgumentError, ModelMismatch
 from echelon.events import PeakBytes
 from echelon.fsdp.gradients import GradientShard, Slots
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.local_shard import ShardDevices
-from echelon.fsdp.policy import FSDPOptions, Offload
+from echelon.fsdp.policy import FSDPOptions, MixedPrecision, Offload
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.storage_kinds import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
@@ -171,6 +172,36 @@ def _storages_of(plan: UnitPlan, devices: ShardDevices, options: FSDPOptions) ->
         )
         for (dtype, compute, _), members in kinds.items()
     ]
+
+
+def check_batch_norms(
+    module: nn.Module, precision: MixedPrecision, ignored: Collection[nn.Parameter]
+) -> None:
+    """Refuse a ``BatchNorm`` that would compute in another dtype than its running statistics.
+
+    Torch takes weights and statistics of one dtype, and says so in the first forward only.
+
+    Raises:
+        ArgumentError: there is one; names it, both dtypes, and what keeps it in one.
+    """
+    left_alone = {id(param) for param in ignored}
+    for name, norm in module.named_modules():
+        if type(norm).forward is not _BatchNorm.forward:
+            continue
+        weight, mean = norm.weight, norm.running_mean
+        if weight is None or mean is None or (precision.compute is precision.buffers is None):
+            continue
+        kept = isinstance(norm, precision.keep) or id(weight) in left_alone
+        compute = weight.dtype if kept else precision.compute or weight.dtype
+        statistics = precision.buffers or mean.dtype
+        if compute != statistics:
+            kind = type(norm).__name__
+            keeps = f"Give MixedPrecision keep=(nn.{kind},), and it computes in {weight.dtype}"
+            raise ArgumentError(
+                f"module {name or kind!r} is a {kind} whose weights would compute in {compute}, "
+                f"and its running statistics would be {statistics}: torch takes one dtype for "
+                f"both. {keeps if compute != weight.dtype else 'Leave buffers= out'}"
+            )
 
 
 def _compute_dtype(member: Member, options: FSDPOptions) -> torch.dtype:

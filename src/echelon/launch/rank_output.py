@@ -86,9 +86,10 @@ class Screen:
         ]
 
 
-# What a rank prints at its end, from its first line on; the end of the run tells it once.
+# What a rank prints at its end, from its first line on; the end of the run tells it once. Torch
+# puts the rank before each line where there is a default group.
 _CRASH = re.compile(
-    r"^(?:  [+|] )*(?:Exception Group )?Traceback \(most recent call last\)"
+    r"^(?:\[rank\d+\]: )?(?:  [+|] )*(?:Exception Group )?Traceback \(most recent call last\)"
     r"|^Fatal Python error: |^terminate called "
     r"|(?<=[\]\r])Traceback \(most recent call last\)",  # behind a progress bar
     re.M,

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from echelon.comm.agreement import ObjectGatherer, agree
 from echelon.comm.buffers import is_expanded
 from echelon.comm.object_bytes import flat_bytes
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, UnsupportedError
 
 Init = Literal["broadcast", "verify", "trust"]  # how parameters become equal at the start
 
@@ -82,19 +82,19 @@ def _not_plain(name: str, tensor: Tensor) -> ArgumentError:
 def _check_modules(module: nn.Module, size: int, left_alone: Collection[int]) -> None:
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.SyncBatchNorm):
-            raise ArgumentError(
+            raise UnsupportedError(
                 f"module {name or 'SyncBatchNorm'!r} is a SyncBatchNorm, which talks through "
                 "torch.distributed and would silently use the statistics of its own rank here: use "
                 "a norm that does not mix samples (GroupNorm, LayerNorm), or BatchNorm with "
                 "statistics of each rank's batch"
             )
         if isinstance(submodule, torch.jit.ScriptModule):
-            raise ArgumentError(
+            raise UnsupportedError(
                 f"module {name or type(submodule).__name__!r} is a ScriptModule, whose parameters "
                 "are not Python's: wrap the module that it was made of"
             )
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
-            raise ArgumentError(
+            raise UnsupportedError(
                 f"module {name or type(submodule).__name__!r} makes sparse gradients, "
                 "and ranks exchange dense ones: build it with sparse=False"
             )

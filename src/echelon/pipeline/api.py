@@ -202,7 +202,8 @@ class Pipeline(StagedModule):
             target: the target of the loss; used on the rank of the last stage.
             weights: what each microbatch counts, such as its number of tokens; its rows if None.
                 Used on the rank of the last stage.
-            finalize: whether gradients are complete after this step.
+            finalize: whether gradients are complete after this step. If not, those of the next one
+                are added to them: for the mean over k steps, let ``loss_fn`` divide by k.
             loss_everywhere: whether every rank gets the loss.
             kwargs: for every stage of this rank; tensors are split like the batch.
 

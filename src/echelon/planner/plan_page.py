@@ -24,7 +24,7 @@ from echelon.pipeline.schedules.render import COLOURS, to_svg
 from echelon.pipeline.schedules.simulate import Simulation
 from echelon.planner.memory_curve import memory_curve
 from echelon.planner.plan_timeline import drawn_microbatches, simulated
-from echelon.planner.plan_views import plan_facts, plan_table, refused_table
+from echelon.planner.plan_views import count_text, plan_facts, plan_table, refused_table
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.ranked_plans import Plans
 
@@ -59,7 +59,7 @@ _CATEGORIES = {
 def plans_page(plans: Plans) -> str:
     """The HTML of a page that loads no other file."""
     subtitle = (
-        f"{plans.model.num_parameters / 1e9:.2f} B parameters on {plans.cluster.num_devices} "
+        f"{count_text(plans.model.num_parameters)} parameters on {plans.cluster.num_devices} "
         f"{plans.cluster.device.name}: {plans.num_fitting} of "
         f"{plans.num_layouts} plans fit; the goal is {plans.goal}"
     )

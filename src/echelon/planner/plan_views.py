@@ -18,10 +18,24 @@ _MOST_REFUSED = 10
 _WIDTH = 76  # characters of a line
 
 
+def count_text(count: float) -> str:
+    """A number of parameters in three digits and a unit.
+
+    Example:
+        >>> [count_text(n) for n in (35_264, 124_439_808, 8_030_261_248, 405_853_388_800)]
+        ['35.3 K', '124 M', '8.03 B', '406 B']
+    """
+    for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if count >= 0.9995 * unit:
+            digits = next((d for d in (2, 1) if count / unit < 10 ** (3 - d) - 0.5 * 10**-d), 0)
+            return f"{count / unit:.{digits}f}{name}"
+    return f"{count:.0f}"
+
+
 @view_of.register
 def _(shown: Plans) -> View:
     facts = [
-        (f"{shown.model.num_parameters / 1e9:.2f} B", "parameters"),
+        (count_text(shown.model.num_parameters), "parameters"),
         (f"{shown.cluster.num_devices} {shown.cluster.device.name}", "devices"),
         (f"{shown.num_fitting} of {shown.num_layouts}", "plans fit"),
     ]

@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 
+from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.default_dtype import own_default_dtype
 from echelon.comm.threads.own_functions import own_functions
 from echelon.comm.threads.randomness import random_stream
@@ -39,6 +40,7 @@ class FreeRunning(RankOrder):
             own_default_dtype(self._dtype) as dtype,
             own_functions(),
             own_contexts(),
+            without_locks.of_rank(),
             random_stream(dtype),
         ):
             yield

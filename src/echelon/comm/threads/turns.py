@@ -39,6 +39,7 @@ from typing import final
 
 from echelon.comm.threads import global_hooks, replaced_names  # noqa: F401  # register state
 from echelon.comm.threads.blocking_calls import handing_on, renew_grace
+from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner
@@ -104,6 +105,7 @@ class Turns(RankOrder):
                 raise StateError(f"rank {rank} does not start, because its world was left")
             with (
                 own_contexts(),
+                without_locks.of_rank(),
                 keeping_threads.of_rank(),
                 own_loggers.of_rank(),
                 handing_on(lambda: self._blocked(rank)),
