@@ -263,6 +263,42 @@ def test_what_differs_on_tiny_tensors_is_not_tried_on_large_ones(cut: Cut) -> No
     assert "AssertionError" not in str(reason)
 
 
+class Counted(torch.optim.Optimizer):
+    """Counts its steps; with ``norms`` it divides by norms of tensors."""
+
+    steps = 0
+
+    def __init__(self, params: Any, norms: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.norms = norms
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        Counted.steps += 1
+        for param in (param for group in self.param_groups for param in group["params"]):
+            norm = param.grad.norm() if self.norms == True else 1.0  # noqa: E712
+            param.sub_(param.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+def test_equal_optimizers_are_tried_once_and_others_each() -> None:
+    def steps(*args: Any, cut: Cut = Cut.ROWS, small: bool = False) -> tuple[int, bool]:
+        before = Counted.steps
+        params = list(model().parameters())
+        reason = why_parts_differ(Counted(params[:1] if small else params, *args), cut)
+        return Counted.steps - before, reason is None
+
+    assert steps(False)[0] > 0
+    assert steps(False) == (0, True)
+    for others in ({"small": True}, {"cut": Cut.FLAT}):
+        assert steps(False, **others)[0] > 0  # type: ignore[arg-type]
+        assert steps(False, **others) == (0, True)  # type: ignore[arg-type]
+    assert steps(False, 0.2)[0] > 0
+    assert steps(True)[1] is False
+    assert steps(True) == (0, False)
+    for _ in range(2):  # a tensor is compared with nothing
+        assert steps(torch.tensor(True))[0] > 0
+
+
 def test_a_trial_runs_no_hook_and_no_scheduler() -> None:
     calls: list[str] = []
     optimizer = Written(model().parameters(), momentum)

@@ -57,24 +57,18 @@ class Memory:
         ``numel`` is how many elements all parameters have.
         """
         for name, value in self._shared.items():
-            theirs = part._shared.get(name)
-            if theirs is not None and theirs.shape == value.shape and not _equal(value, theirs):
+            parts = part._shared.get(name)
+            if parts is not None and parts.shape == value.shape and not _equal(value, parts):
                 return _shown(name)
-        expected = self._by_element(numel)
-        for name, theirs in part._by_element(numel).items():
-            at = ~theirs.isnan()
-            if name not in expected or not _equal(expected[name][at], theirs[at]):
+        whole, kept = self._by_element(numel), part._by_element(numel)
+        for name, numbers in kept.items():
+            at = ~numbers.isnan()
+            if name not in whole or not _equal(whole[name][at], numbers[at]):
                 return _shown(name)
-        return self._first_missing(part, expected, part._by_element(numel))
-
-    def _first_missing(
-        self, part: Memory, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
-    ) -> str | None:
-        """The name of what is kept of an element here, and not in the part that has it."""
         has = torch.cat([torch.zeros(0, dtype=torch.long), *(e for _, e, _ in part._params)])
-        for name, value in ours.items():
-            kept = has[~value[has].isnan()]
-            if len(kept) and (name not in theirs or theirs[name][kept].isnan().any()):
+        for name, numbers in whole.items():
+            at = has[~numbers[has].isnan()]
+            if len(at) and (name not in kept or kept[name][at].isnan().any()):
                 return _shown(name)
         return None
 
@@ -157,10 +151,10 @@ def _columns(
         yield f"{kind}, {i}", at, column
 
 
-def _equal(expected: Tensor, found: Tensor) -> bool:
+def _equal(expected: Tensor, actual: Tensor) -> bool:
     finite = expected[expected.isfinite()].abs()
     scale = finite.max().item() if len(finite) else 0.0
-    return torch.allclose(found, expected, rtol=0, atol=_TOLERANCE * scale, equal_nan=True)
+    return torch.allclose(actual, expected, rtol=0, atol=_TOLERANCE * scale, equal_nan=True)
 
 
 # Optimizers that have states before their first step ------------------------------------------
