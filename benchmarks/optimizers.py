@@ -2,7 +2,8 @@
 
 Every optimizer class of the packages that are installed trains a small model in one process and
 under FSDP, in each layout, on two and three simulated ranks. The weights are equal, or the first
-step is refused with the name of the class and the reason; a third outcome is a defect.
+step is refused with the name of the class and the reason; a third outcome is a defect. Each class
+is tried in a process of its own, with a limit of time and memory.
 
     python benchmarks/optimizers.py [--packages torch.optim,pytorch_optimizer] [--json FILE]
 """
@@ -10,15 +11,19 @@ step is refused with the name of the class and the reason; a third outcome is a 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import inspect
 import json
+import multiprocessing
 import pkgutil
+import resource
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +41,9 @@ PACKAGES = (
     "bitsandbytes.optim", "torchao.optim", "transformers.optimization",
 )  # fmt: skip
 RATE = 0.01
-STEPS = 11
+STEPS = 33
+SECONDS, NBYTES = 240, 8 << 30  # of one class
+LAYOUTS = {"flat": {}, "rows": {"layout": "rows"}, "flat parameters": {"use_orig_params": False}}
 TOLERANCE = 1e-9  # in float64; optimizers that compute in float32 have their own rounding
 ROUNDING = 1e-4
 
@@ -79,21 +86,30 @@ def make_model(dtype: torch.dtype) -> nn.Module:
     )
 
 
-def make_optimizer(cls: type[Optimizer], params: list[nn.Parameter]) -> Optimizer:
-    matrices = "uon" in cls.__name__ or "Scion" in cls.__name__
+def make_optimizer(cls: type[Optimizer], model: nn.Module) -> Optimizer:
+    params = list(model.parameters())
+    takes_matrices = "uon" in cls.__name__ or "Scion" in cls.__name__
+    matrices = [param for param in params if param.dim() == 2] or params
     if cls is torch.optim.Muon:
-        params = [param for param in params if param.dim() == 2]
+        params = matrices
     attempts: list[Callable[[], Optimizer]] = [
         lambda: cls(params, lr=RATE),
         lambda: cls(params),
         lambda: cls(torch.optim.SGD(params, lr=RATE)),
         lambda: cls(params, torch.optim.SGD, lr=RATE),
+        lambda: cls(params, torch.optim.SGD(params, lr=RATE)),
         lambda: cls(params, num_iterations=100),
+        lambda: cls(params, num_data=1000),
+        lambda: cls(params, ess=1000.0),
+        lambda: cls(model.named_parameters(), lr=RATE),
+        lambda: cls(model.named_parameters()),
+        lambda: cls(model, lr=RATE),
+        lambda: cls(model),
     ]
-    if matrices:
+    if takes_matrices:
         grouped = [
-            {"params": [p for p in params if p.dim() == 2], "use_muon": True},
-            {"params": [p for p in params if p.dim() != 2], "use_muon": False},
+            {"params": matrices, "use_muon": True},
+            {"params": [p for p in params if p.dim() != matrices[0].dim()], "use_muon": False},
         ]
         attempts.insert(0, lambda: cls(grouped))
     errors = []
@@ -105,18 +121,23 @@ def make_optimizer(cls: type[Optimizer], params: list[nn.Parameter]) -> Optimize
     raise errors[0]
 
 
-def train(world: ec.World | None, cls: type[Optimizer], dtype: torch.dtype, layout: str) -> Any:
+def train(
+    world: ec.World | None, cls: type[Optimizer], dtype: torch.dtype, layout: str, closures: str
+) -> Any:
     torch.manual_seed(0)
     model = make_model(dtype)
     rows = slice(None)
     if world is not None:
-        model = ec.FSDP(model, world.group, min_num_params=0, layout=layout)
+        model = ec.FSDP(model, world.group, min_num_params=0, **LAYOUTS[layout])
         rows = slice(world.rank, None, world.size)
-    optimizer = make_optimizer(cls, list(model.parameters()))
+    try:
+        optimizer = make_optimizer(cls, model)
+    except ValueError as error:
+        raise UnsupportedError(f"{cls.__name__} itself looks at {error}") from error
     if hasattr(optimizer, "train") and callable(optimizer.train):
         optimizer.train()
     generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         x = torch.randn(12, 132, dtype=dtype, generator=generator)
 
         def closure(x: Tensor = x) -> Tensor:
@@ -126,8 +147,7 @@ def train(world: ec.World | None, cls: type[Optimizer], dtype: torch.dtype, layo
             return loss
 
         closure()
-        needs = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if needs is not None and needs.default is inspect.Parameter.empty:
+        if closures == "all" or (closures == "some" and step % 2):
             optimizer.step(closure)
         else:
             optimizer.step()
@@ -135,29 +155,35 @@ def train(world: ec.World | None, cls: type[Optimizer], dtype: torch.dtype, layo
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def alone(cls: type[Optimizer]) -> tuple[dict[str, Tensor], torch.dtype] | str:
-    """The weights of one process; what went wrong if it cannot train."""
+def alone(cls: type[Optimizer]) -> tuple[dict[str, Tensor], torch.dtype, str] | str:
+    """The weights of one process, and how it got them; what went wrong if it cannot train."""
     error: Exception | None = None
-    for dtype in (torch.float64, torch.float32):
-        try:
-            expected = train(None, cls, dtype, "flat")
-            again = train(None, cls, dtype, "flat")
-        except Exception as caught:
-            error = error or caught
-            continue
-        if any(not value.isfinite().all() for value in expected.values()):
-            return "not finite"
-        same = all(torch.equal(again[name], value) for name, value in expected.items())
-        return (expected, dtype) if same else "two runs of one process differ"
+    for closures in ("some", "none", "all"):
+        for dtype in (torch.float64, torch.float32):
+            try:
+                expected = train(None, cls, dtype, "flat", closures)
+                again = train(None, cls, dtype, "flat", closures)
+            except Exception as caught:
+                error = error or caught
+                continue
+            if any(not value.isfinite().all() for value in expected.values()):
+                return "not finite"
+            torch.manual_seed(0)
+            start = make_model(dtype).state_dict()
+            if all(torch.equal(start[name], value) for name, value in expected.items()):
+                return "changes nothing"
+            same = all(torch.equal(again[name], value) for name, value in expected.items())
+            return (expected, dtype, closures) if same else "two runs of one process differ"
     return f"{type(error).__name__}: {error}"[:100].replace("\n", " ")
 
 
-def outcome(cls: type[Optimizer], layout: str, ranks: int, expected: Any, dtype: Any) -> str:
+def outcome(cls: type[Optimizer], layout: str, ranks: int, alone: Any) -> str:
+    expected, dtype, closures = alone
     try:
-        found = ec.run(train, ranks, args=(cls, dtype, layout), timeout=120)[0]
+        found = ec.run(train, ranks, args=(cls, dtype, layout, closures), timeout=120)[0]
     except UnsupportedError as error:
-        named = cls.__name__ in str(error) or "a step of" in str(error)
-        return "refused" if named else f"REFUSED BY {error!s:.80}"
+        reason = str(error).partition(" looks at ")[2].partition(", and ")[0]
+        return f"refused: {reason}" if reason else f"REFUSED BY {error!s:.200}"
     except Exception as error:
         return f"ERROR {type(error).__name__}: {error!s:.160}".replace("\n", " ")
     worst = max(
@@ -176,40 +202,69 @@ def _single(expected: dict[str, Tensor]) -> bool:
     return any(value.dtype == torch.float32 for value in expected.values())
 
 
+def try_class(cls: type[Optimizer], layouts: list[str], send: Any) -> None:
+    """Send the outcomes by layout and number of ranks, or why it does not train by itself."""
+    resource.setrlimit(resource.RLIMIT_AS, (NBYTES, NBYTES))
+    faulthandler.dump_traceback_later(SECONDS - 10)
+    warnings.simplefilter("ignore")
+    with redirect_stdout(StringIO()):
+        result = alone(cls)
+        if not isinstance(result, str):
+            expected = result
+            result = {
+                f"{layout} {ranks}": outcome(cls, layout, ranks, expected)
+                for layout in layouts
+                for ranks in (2, 3)
+            }
+    send.send(result)
+
+
+def outcomes(cls: type[Optimizer], layouts: list[str]) -> dict[str, str] | str:
+    """What ``try_class`` sends, from a process that ends when its time is over."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    process = fork.Process(target=try_class, args=(cls, layouts, send))
+    process.start()
+    send.close()
+    try:
+        if receive.poll(SECONDS):
+            return receive.recv()
+        return {"any": f"ERROR not done after {SECONDS} s"}
+    except EOFError:
+        process.join()
+        return {"any": f"ERROR its process ended with {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--packages", default=",".join(PACKAGES), help="comma-separated")
-    parser.add_argument("--layouts", default="flat,rows", help="comma-separated")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated")
     parser.add_argument("--only", default="", help="names of classes, comma-separated")
-    parser.add_argument("--json", help="write the outcomes there")
+    parser.add_argument("--json", help="write the outcomes there, and skip classes it has")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     table: dict[str, Any] = {}
-    counts: Counter[str] = Counter()
+    if args.json and Path(args.json).exists():
+        table = json.loads(Path(args.json).read_text())
     for package, cls in classes(tuple(args.packages.split(","))):
         if args.only and cls.__name__ not in args.only.split(","):
             continue
         name = f"{package}.{cls.__name__}"
-        with redirect_stdout(StringIO()):
-            expected = alone(cls)
-        if isinstance(expected, str):
-            counts["not tried: it does not train this model in one process"] += 1
-            table[name] = expected
-            print(f"{name:60} does not train alone: {expected}", flush=True)
+        if name in table:
             continue
-        row = []
-        for layout in args.layouts.split(","):
-            for ranks in (2, 3):
-                with redirect_stdout(StringIO()):
-                    result = outcome(cls, layout, ranks, *expected)
-                row.append(f"{layout} {ranks}: {result}")
-                counts[result.partition(" ")[0]] += 1
-        table[name] = row
-        print(f"{name:60} " + "; ".join(row), flush=True)
-    print(f"{len(table)} classes; {dict(counts)}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(table, file, indent=1)
+        table[name] = row = outcomes(cls, args.layouts.split(","))
+        if isinstance(row, str):
+            print(f"{name:60} does not train alone: {row}", flush=True)
+        else:
+            print(f"{name:60} " + "; ".join(f"{k}: {v}" for k, v in row.items()), flush=True)
+        if args.json:
+            Path(args.json).write_text(json.dumps(table, indent=1))
+    rows = [row for row in table.values() if not isinstance(row, str)]
+    counts = Counter(v.partition(" ")[0].rstrip(":") for row in rows for v in row.values())
+    print(f"{len(rows)} classes, {len(table) - len(rows)} do not train alone; {dict(counts)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,64 @@ class OwnRate(torch.optim.Optimizer):
         gradients = sum(param.grad.square().sum() for param in params)
         for param in params:
             param.sub_(param.grad * (weights / gradients).sqrt(), alpha=0.01)
+
+
+class GrowingRate(torch.optim.Optimizer):
+    """Its rate is a largest number so far, which no sum over all weights has exceeded yet."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rate": 1.0, "numerator": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                group["numerator"] += 1e-9 * (param * param.grad).sum().item()
+            group["rate"] = max(group["rate"], group["numerator"])
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["rate"] * 0.01)
+
+
+class RateOfLoss(torch.optim.Optimizer):
+    """Its rate is the loss, if its step has a closure."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            rate = 1.0 if closure is None else float(closure())
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=rate * 0.01)
+
+
+class Prepared(torch.optim.Optimizer):
+    """Goes half of the way back to what it keeps since it was made, in one of several places."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, {})
+        self.place = place
+        self.slow: Any = None
+        if place == "a list for each group":
+            self.slow = [[p.detach().clone() for p in g["params"]] for g in self.param_groups]
+        elif place == "a dict":
+            self.slow = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}
+        else:
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["slow"] = param.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for i, group in enumerate(self.param_groups):
+            for j, param in enumerate(group["params"]):
+                if self.place == "a list for each group":
+                    slow = self.slow[i][j]
+                else:
+                    slow = self.slow[param] if self.slow else self.state[param]["slow"]
+                param.sub_(param.grad, alpha=0.01)
+                param.copy_(slow.lerp_(param, 0.5))
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -104,6 +163,41 @@ def quantised(param: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
     return (gradient / scale).round() * scale
 
 
+def late_preconditioner(param: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    """By what it keeps of the columns of a matrix, from a step on that no trial reaches."""
+    state["step"] = state.get("step", 0) + 1
+    if gradient.dim() == 2:
+        gram = state.setdefault("gram", torch.zeros_like(gradient.T @ gradient))
+        gram.add_(gradient.T @ gradient)
+    return gradient if state["step"] < 10_000 else gradient @ state["gram"]
+
+
+def late_norm(param: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    state["norm"] = 0.9 * state.get("norm", 0.0) + gradient.norm().item()
+    return gradient
+
+
+def late_row_norms(param: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    if gradient.dim() == 2:
+        state["norms"] = gradient.norm(dim=1)
+    return gradient
+
+
+def last_gradients(param: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    last = state.setdefault("last", deque(maxlen=3))
+    last.append(gradient.clone())
+    state["stacked"] = torch.stack([gradient, gradient.square()])
+    return sum(last, torch.zeros_like(gradient))
+
+
+def covariance(param: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    """Has a matrix with the square of the elements of a tensor, if that has one dim."""
+    assert gradient.numel() < 200
+    if gradient.dim() == 1:
+        return torch.outer(gradient, gradient) @ gradient
+    return gradient
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
@@ -125,6 +219,16 @@ NEEDS: dict[str, tuple[Any, str, str, str]] = {
     "every tenth step": (written(every_tenth), "whole tensors", "whole tensors", ""),
     "quantised from a size on": (written(quantised), "whole tensors", "whole tensors", ""),
     "noise": (written(noise), "random", "random", "random"),
+    "last gradients": (written(last_gradients), "", "", ""),
+    "late preconditioner": (written(late_preconditioner), "whole tensors", "whole tensors", ""),
+    "late norm": (written(late_norm), "whole tensors", "whole tensors", ""),
+    "late row norms": (written(late_row_norms), "", "whole rows", ""),
+    "growing rate": (GrowingRate, "all parameters", "all parameters", "all parameters"),
+    "rate of the loss": (RateOfLoss, "the loss", "the loss", "the loss"),
+    **{
+        f"prepared in {place}": (lambda p, place=place: Prepared(p, place), "", "", "")
+        for place in ("a list for each group", "a dict", "the state")
+    },
     "own rate": (OwnRate, "all parameters", "all parameters", "all parameters"),
     "LBFGS": (torch.optim.LBFGS, "all parameters", "all parameters", "all parameters"),
 }
@@ -141,8 +245,58 @@ def test_a_trial_says_what_an_optimizer_looks_at(name: str) -> None:
         reason = why_parts_differ(optimizer, cut)
         assert reason is None if not words else str(reason).startswith(words), reason
     assert torch.equal(torch.get_rng_state(), state)
-    assert not optimizer.state
+    assert all(set(state) == {"slow"} for state in optimizer.state.values())
     assert all(torch.equal(value, before[key]) for key, value in whole.state_dict().items())
+
+
+def test_a_trial_says_where_the_optimizer_keeps_what_it_has_seen() -> None:
+    reason = why_parts_differ(GrowingRate(model().parameters()), Cut.ROWS)
+    assert str(reason).endswith("of which it keeps param_groups[0]['numerator']")
+    reason = why_parts_differ(Written(model().parameters(), late_norm), Cut.ELEMENTS)
+    assert reason == "whole tensors, of which it keeps state['norm']"
+
+
+@pytest.mark.parametrize("cut", [Cut.ELEMENTS, Cut.FLAT, Cut.ONE_FLAT])
+def test_what_differs_on_tiny_tensors_is_not_tried_on_large_ones(cut: Cut) -> None:
+    reason = why_parts_differ(Written(model().parameters(), covariance), cut)
+    assert str(reason).startswith("whole tensors"), reason
+    assert "AssertionError" not in str(reason)
+
+
+class Counted(torch.optim.Optimizer):
+    """Counts its steps; with ``norms`` it divides by norms of tensors."""
+
+    steps = 0
+
+    def __init__(self, params: Any, norms: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.norms = norms
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        Counted.steps += 1
+        for param in (param for group in self.param_groups for param in group["params"]):
+            norm = param.grad.norm() if self.norms == True else 1.0  # noqa: E712
+            param.sub_(param.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+def test_equal_optimizers_are_tried_once_and_others_each() -> None:
+    def steps(*args: Any, cut: Cut = Cut.ROWS, small: bool = False) -> tuple[int, bool]:
+        before = Counted.steps
+        params = list(model().parameters())
+        reason = why_parts_differ(Counted(params[:1] if small else params, *args), cut)
+        return Counted.steps - before, reason is None
+
+    assert steps(False)[0] > 0
+    assert steps(False) == (0, True)
+    for others in ({"small": True}, {"cut": Cut.FLAT}):
+        assert steps(False, **others)[0] > 0  # type: ignore[arg-type]
+        assert steps(False, **others) == (0, True)  # type: ignore[arg-type]
+    assert steps(False, 0.2)[0] > 0
+    assert steps(True)[1] is False
+    assert steps(True) == (0, False)
+    for _ in range(2):  # a tensor is compared with nothing
+        assert steps(torch.tensor(True))[0] > 0
 
 
 def test_a_trial_runs_no_hook_and_no_scheduler() -> None:
@@ -167,7 +321,9 @@ def step_of(world: ec.World, name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-@pytest.mark.parametrize("name", ["momentum", "row means", "own rate"])
+@pytest.mark.parametrize(
+    "name", ["momentum", "row means", "own rate", "growing rate", "prepared in the state"]
+)
 def test_fsdp_refuses_what_needs_more_than_its_shards(name: str, layout: str) -> None:
     needs = NEEDS[name][1 if layout == "rows" else 2]
     if not needs:

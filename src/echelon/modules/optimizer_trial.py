@@ -7,13 +7,15 @@
             step step step ...        w[61:], b[:50]                 and what another sees
 
 The optimizer is copied twice or more over small tensors, and steps with the same gradients. If what
-it makes of the parts is what it makes of the whole, each element is updated by itself, or as far as
-the cut is concerned; then it may train shards. Otherwise it takes norms of whole tensors, their
-columns, dot products over all parameters or random numbers, and would train another model.
+it makes of the parts, and keeps of them, is what it makes of the whole, each element is updated by
+itself, or as far as the cut is concerned; then it may train shards. Otherwise it takes norms of
+whole tensors, their columns, dot products over all parameters, the loss or random numbers, and
+would train another model.
 
-The tensors are as large as the thresholds of optimizers ask for: some factor a moment from 128 rows
-on, some quantise from 4,096 elements on, some look at the whole every tenth step. Gradients and
-values of the parts differ by orders of magnitude, so that what is combined differs, too.
+It is tried twice: for many steps on tiny tensors, where nothing is slow or large, then on tensors
+as large as the thresholds of optimizers ask for. Some factor a moment from 128 rows on, some
+quantise from 4,096 elements on, some look at the whole every tenth step. Gradients and values of
+the parts differ by orders of magnitude, so that what is combined differs, too.
 """
 
 from __future__ import annotations
@@ -22,24 +24,29 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from echelon.modules.optimizer_memory import Memory, keep_states, optimizers_in
 from echelon.process.background_threads import run_in_background
 
 # Of the gradients by step, and backwards for later parts: what looks at the largest or the mean so
 # far finds other ones in each part. All have a direction in common, which rates that grow follow.
 _LOUDNESS = (1.0, 30.0, 0.03, 3.0, 100.0, 0.01, 0.3, 10.0, 0.001, 1.0, 50.0, 0.1)
-_SHAPES = {0: (), 1: (132,), 2: (160, 132), 3: (8, 5, 9), 4: (8, 5, 3, 3)}
-_SECOND_SHAPES = {0: (), 1: (7,), 2: (6, 4), 3: (4, 3, 2), 4: (4, 3, 2, 2)}
+_Shapes = dict[int, tuple[int, ...]]
+_LARGE: _Shapes = {0: (), 1: (132,), 2: (160, 132), 3: (8, 5, 9), 4: (8, 5, 3, 3)}
+_TINY: _Shapes = {0: (), 1: (9,), 2: (8, 6), 3: (5, 3, 2), 4: (5, 3, 2, 2)}
+_SECOND: _Shapes = {0: (), 1: (7,), 2: (6, 4), 3: (4, 3, 2), 4: (4, 3, 2, 2)}
+# Of the trial with each size of the first stand-in.
+_STEPS = ((_TINY, 32), (_LARGE, len(_LOUDNESS)))
 _SHARE = 0.38  # of the first part: no multiple of anything
 # Of what a tensor has moved. What takes each element by itself has the same bits, but for functions
 # whose vectorised form rounds otherwise than that of the last few elements.
@@ -58,6 +65,10 @@ _KNOWN = frozenset(
 )
 
 
+# A reason that holds for whole models, too.
+LOSS = "the loss that its closure returns, which each rank has of its own samples"
+
+
 class Cut(Enum):
     """What of a model the optimizer of one rank sees."""
 
@@ -66,6 +77,14 @@ class Cut(Enum):
     FLAT = "some elements of all tensors together, in one dim"
     ONE_FLAT = "all tensors together, in one dim"
     PARAMETERS = "some of the tensors"
+
+
+class _Closures(Enum):
+    """Which steps get a closure. What a rank returns there is the loss of its own rows."""
+
+    NEVER = "no step"
+    OFTEN = "every other step"
+    ALWAYS = "each step"
 
 
 @final
@@ -85,21 +104,60 @@ def why_parts_differ(optimizer: Optimizer, cut: Cut) -> str | None:
     """What the steps of ``optimizer`` look at that is not in its part; None if there is nothing.
 
     Nothing of ``optimizer`` changes. The result depends on its class, its groups and their
-    hyperparameters only, so ranks with equal ones get the same. It takes 10 to 1,000 ms.
+    hyperparameters only, so ranks with equal ones get the same. It takes 30 to 1,000 ms.
     """
     if type(optimizer) in _KNOWN:
         return None
+    key = _key(optimizer, cut)
+    if key in _verdicts:
+        return _verdicts[key]
     # Hooks on all optimizers, such as those that count steps, ask whose thread they are on.
     verdict: Future[str | None] = Future()
 
     def decide() -> None:
         try:
-            verdict.set_result(_Trial(optimizer, cut).reason())
+            reasons = (_Trial(optimizer, cut, *size).reason() for size in _STEPS)
+            verdict.set_result(next((reason for reason in reasons if reason), None))
         except Exception as error:
             verdict.set_result(f"something that could not be tried ({_said(error)})")
 
     run_in_background("trial of an optimizer", decide).join()
+    if key is not None:
+        if len(_verdicts) >= _MAX_VERDICTS:
+            _verdicts.clear()
+        _verdicts[key] = verdict.result()
     return verdict.result()
+
+
+# By what a result depends on: simulated ranks have equal optimizers in one process.
+_verdicts: dict[Hashable, str | None] = {}
+_MAX_VERDICTS = 100
+
+
+def _key(optimizer: Optimizer, cut: Cut) -> Hashable | None:
+    """What the result depends on; None if it may depend on more than numbers and texts."""
+    skipped = ("param_groups", "state", "step", "zero_grad")
+    values: list[Any] = [
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if name not in skipped and not name.startswith("_optimizer_")
+    ]
+    params: list[Any] = []
+    for group in optimizer.param_groups:
+        values += [(name, value) for name, value in group.items() if name != "params"]
+        values.append("the next group")
+        params.append(tuple((param.dim(), param.device) for param in group["params"]))
+    if optimizer.state or not _is_plain(values):
+        return None
+    return type(optimizer), cut, repr(values), tuple(params)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return _is_plain(list(value.items()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 @final
@@ -109,16 +167,16 @@ class _Trial:
     ``_kept`` has, by group, the parameters that have a stand-in, and ``_shapes`` their shapes.
     """
 
-    def __init__(self, optimizer: Optimizer, cut: Cut) -> None:
+    def __init__(self, optimizer: Optimizer, cut: Cut, by_dims: _Shapes, num_steps: int) -> None:
         self._optimizer, self._cut = optimizer, cut
         self._kept: list[list[nn.Parameter | None]] = []
         self._shapes: list[list[tuple[int, ...]]] = []
         for group in optimizer.param_groups:
-            kept, shapes = _representatives(group["params"])
+            kept, shapes = _representatives(group["params"], by_dims)
             if kept and cut in (Cut.FLAT, Cut.ONE_FLAT):
                 # What is shown in one dim may have any number of dims.
                 kept = [kept[0], group["params"][1] if len(group["params"]) > 1 else None]
-                shapes = [_SHAPES[2], _SHAPES[1]]
+                shapes = [by_dims[2], by_dims[1]]
             self._kept.append(kept)
             self._shapes.append(shapes)
         numels = [math.prod(shape) for shapes in self._shapes for shape in shapes]
@@ -139,6 +197,7 @@ class _Trial:
         self._values = values * scale
         later = scale > 1
         drift = 3 * torch.randn(self._numel, generator=generator, dtype=torch.float64)
+        loudness = [_LOUDNESS[i % len(_LOUDNESS)] for i in range(num_steps)]
         self._gradients = [
             (
                 torch.randn(self._numel, generator=generator, dtype=torch.float64)
@@ -146,7 +205,7 @@ class _Trial:
                 + drift
             )
             / scale**2
-            for first, second in zip(_LOUDNESS, reversed(_LOUDNESS), strict=True)
+            for first, second in zip(loudness, reversed(loudness), strict=True)
         ]
 
     def reason(self) -> str | None:
@@ -160,50 +219,62 @@ class _Trial:
             torch.default_generator.set_state(state)
 
     def _reason(self) -> str | None:
-        whole = self._whole()
-        with_closure = _needs_closure(self._optimizer)
         try:
-            try:
-                expected = self._train(whole, with_closure=with_closure, turns=True)
-            except Exception:
-                if with_closure:
-                    raise
-                with_closure = True
-                expected = self._train(whole, with_closure=True, turns=True)
+            values, memory = self._expected = self._first()
         except Exception as error:
             return f"something that could not be tried on small tensors ({_said(error)})"
-        if torch.equal(expected, self._values):
+        if torch.equal(values, self._values):
             return "something that could not be tried: a trial of some steps changed nothing"
         try:
-            if self._equal(self._cut, expected, with_closure=with_closure):
-                return None
+            difference = self._difference(self._cut)
         except Exception as error:
             return f"whole tensors, and fails on parts of them ({_said(error)})"
-        again = self._train(whole, with_closure=with_closure, seed=1)
-        if not torch.equal(again, expected):
+        if difference is None:
+            return None
+        again, kept = self._train(self._whole(), seed=1)
+        if not torch.equal(again, values) or memory.difference(kept, self._numel) is not None:
             return "random numbers, which are other ones for a part"
-        if not self._safely_equal(Cut.PARAMETERS, expected, with_closure=with_closure):
-            return "all parameters of the model at once"
-        by_rows = self._safely_equal(Cut.ROWS, expected, with_closure=with_closure)
-        return "whole rows of matrices" if by_rows else "whole tensors"
+        if self._is_equal(self._cut, losses=False):
+            return LOSS
+        if not self._is_equal(Cut.PARAMETERS, losses=False):
+            return f"all parameters of the model at once{difference}"
+        by_rows = self._is_equal(Cut.ROWS, losses=False)
+        return ("whole rows of matrices" if by_rows else "whole tensors") + difference
 
-    def _safely_equal(self, cut: Cut, expected: Tensor, *, with_closure: bool) -> bool:
+    def _first(self) -> tuple[Tensor, Memory]:
+        """What becomes of the whole, stepped in the first way in which that can be done."""
+        errors = []
+        for with_state, closures in product((False, True), _ways(self._optimizer)):
+            self._with_state, self._closures = with_state, closures
+            try:
+                return self._train(self._whole(), turns=True)
+            except Exception as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _is_equal(self, cut: Cut, *, losses: bool) -> bool:
         try:
-            return self._equal(cut, expected, with_closure=with_closure)
+            return self._difference(cut, losses=losses) is None
         except Exception:
             return False  # it is refused already; this only finds the words
 
-    def _equal(self, cut: Cut, expected: Tensor, *, with_closure: bool) -> bool:
+    def _difference(self, cut: Cut, *, losses: bool = True) -> str | None:
+        """Which number differs, if a part becomes or keeps something else; "" for weights."""
+        values, memory = self._expected
+        is_cut = cut is not Cut.ONE_FLAT  # there the rank has all of them, in another shape
         for part in self._parts(cut):
-            trained = self._train(part, with_closure=with_closure)
+            trained, kept = self._train(part, losses=losses and is_cut)
             for piece in (piece for pieces in part for piece in pieces):
                 at = piece.elements
-                moved = (expected[at] - self._values[at]).abs().max().item() if len(at) else 0.0
+                moved = (values[at] - self._values[at]).abs().max().item() if len(at) else 0.0
                 largest = self._values[at].abs().max().item() if len(at) else 0.0
-                error = (trained[at] - expected[at]).abs().max().item() if len(at) else 0.0
+                error = (trained[at] - values[at]).abs().max().item() if len(at) else 0.0
                 if not error <= _TOLERANCE * moved + 1e-14 * largest:
-                    return False
-        return True
+                    return ""
+            name = memory.difference(kept, self._numel) if is_cut else None
+            if name is not None:
+                return f", of which it keeps {name}"
+        return None
 
     # Cuts ------------------------------------------------------------------------------------
 
@@ -242,12 +313,13 @@ class _Trial:
     # Training --------------------------------------------------------------------------------
 
     def _train(
-        self, part: _Part, *, with_closure: bool, seed: int = 0, turns: bool = False
-    ) -> Tensor:
-        """The values of all stand-ins after some steps over those of ``part``.
+        self, part: _Part, *, seed: int = 0, turns: bool = False, losses: bool = False
+    ) -> tuple[Tensor, Memory]:
+        """The values of all stand-ins after steps over those of ``part``, and what is kept then.
 
         With ``turns``, every third gradient becomes almost orthogonal to its tensor, here and in
-        later runs, as where a norm follows the weights: some optimizers look for that.
+        later runs, as where a norm follows the weights: some optimizers look for that. With
+        ``losses``, closures return what another rank has.
         """
         torch.default_generator.manual_seed(seed)
         params = [
@@ -264,41 +336,47 @@ class _Trial:
             for param, piece in zip(ours, pieces, strict=True)
         ]
         for step, gradients in enumerate(self._gradients):
+            loss = torch.tensor((1.7 if losses else 1.0) / (step + 1), dtype=torch.float64)
 
-            def closure(gradients: Tensor = gradients, step: int = step) -> Tensor:
+            def closure(gradients: Tensor = gradients, loss: Tensor = loss) -> Tensor:
                 for param, piece in pairs:
                     gradient = gradients[piece.elements].view(piece.shape).to(param)
                     param.grad = gradient + _DECAY * param.detach()
-                return torch.tensor(1.0 / (step + 1), dtype=torch.float64, requires_grad=True)
+                return loss.clone().requires_grad_()
 
             if turns and step % 3 == 2:
                 for param, piece in pairs:
-                    value = param.detach().reshape(-1).to(gradients)
-                    at, square = piece.elements, value.dot(value).clamp(min=1e-30)
-                    gradients[at] -= (gradients[at].dot(value) / square + _DECAY) * value
-                    gradients[at] += _COSINE * gradients[at].norm() / square.sqrt() * value
+                    _turn(gradients, param, piece)
             with torch.enable_grad():
                 closure()
-            if with_closure:
+            if self._closures is _Closures.ALWAYS or (
+                self._closures is _Closures.OFTEN and step % 2
+            ):
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch takes tensors, too
             else:
                 optimizer.step()
         result = self._values.clone()
         for param, piece in pairs:
             result[piece.elements] = param.detach().reshape(-1).to(result)
-        return result
+        kept = [(param, piece.elements, piece.shape) for param, piece in pairs]
+        return result, Memory(optimizer, kept)
 
     def _copy(self, params: list[list[nn.Parameter]]) -> Optimizer:
-        """A copy of the optimizer over ``params``, by group, without a state."""
+        """A copy of the optimizer over ``params``, by group, without a state if possible."""
         memo: dict[int, Any] = {}
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        for group in groups:
             for param in group["params"]:
                 memo[id(param)] = nn.Parameter(torch.empty(0))
-        for kept, ours in zip(self._kept, params, strict=True):
+        stand_ins: list[list[tuple[nn.Parameter, nn.Parameter]]] = []
+        for group, kept, ours in zip(groups, self._kept, params, strict=True):
             # In a part there may be fewer, such as one flat parameter.
-            for original, param in zip(kept, ours, strict=False):
-                if original is not None:
-                    memo[id(original)] = param
+            pairs = list(zip(kept, ours, strict=False))
+            memo.update((id(kept), param) for kept, param in pairs if kept is not None)
+            originals = group["params"]
+            stand_ins.append([(k if k is not None else originals[0], p) for k, p in pairs])
+        if self._with_state:
+            keep_states(self._optimizer, [group["params"] for group in groups], stand_ins, memo)
         clone = _copy_optimizer(self._optimizer, memo)
         for group, ours in zip(clone.param_groups, params, strict=True):
             group["params"][:] = ours  # the same list may be known by other names
@@ -308,12 +386,20 @@ class _Trial:
         return clone
 
 
+def _turn(gradients: Tensor, param: nn.Parameter, piece: _Piece) -> None:
+    """Make the gradient of a tensor almost orthogonal to it."""
+    value = param.detach().reshape(-1).to(gradients)
+    at, square = piece.elements, value.dot(value).clamp(min=1e-30)
+    gradients[at] -= (gradients[at].dot(value) / square + _DECAY) * value
+    gradients[at] += _COSINE * gradients[at].norm() / square.sqrt() * value
+
+
 def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """A copy with all attributes, which ``copy.deepcopy`` would leave out."""
     clone = type(optimizer).__new__(type(optimizer))
     memo[id(optimizer)] = clone
     for value in vars(optimizer).values():
-        for inner in _optimizers_in(value):
+        for inner in optimizers_in(value):
             if id(inner) not in memo:
                 _copy_optimizer(inner, memo)
         if isinstance(value, nn.Module):
@@ -329,19 +415,8 @@ def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return clone
 
 
-def _optimizers_in(value: Any) -> Iterator[Optimizer]:
-    if isinstance(value, Optimizer):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _optimizers_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _optimizers_in(item)
-
-
 def _representatives(
-    params: Sequence[nn.Parameter],
+    params: Sequence[nn.Parameter], by_dims: _Shapes
 ) -> tuple[list[nn.Parameter | None], list[tuple[int, ...]]]:
     """One parameter for each number of dims, and two where that is possible; their stand-ins.
 
@@ -349,18 +424,18 @@ def _representatives(
     """
     kept: list[nn.Parameter | None] = []
     shapes: list[tuple[int, ...]] = []
-    for number, by_dims in enumerate((_SHAPES, _SECOND_SHAPES)):
+    for number, of_dims in enumerate((by_dims, _SECOND)):
         seen: dict[int, int] = {}
         for param in params:
             dims = param.dim()
             seen[dims] = seen.get(dims, 0) + 1
             if seen[dims] == number + 1:
                 kept.append(param)
-                shapes.append(by_dims.get(dims, (2,) * dims))
+                shapes.append(of_dims.get(dims, (2,) * dims))
     if len(kept) == 1:
         kept.append(None)
         dims = len(shapes[0])
-        shapes.append(_SECOND_SHAPES.get(dims, (2,) * dims))
+        shapes.append(_SECOND.get(dims, (2,) * dims))
     return kept, shapes
 
 
@@ -385,9 +460,14 @@ def _split_elements(elements: Tensor, shape: tuple[int, ...]) -> list[_Piece]:
     return [_piece(elements[:end]), _piece(elements[end:])]
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def _ways(optimizer: Optimizer) -> tuple[_Closures, ...]:
+    """How steps may be called; what raises is tried in the next way."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    if closure is None:
+        return (_Closures.NEVER, _Closures.ALWAYS)
+    if closure.default is inspect.Parameter.empty:
+        return (_Closures.ALWAYS,)
+    return (_Closures.OFTEN, _Closures.NEVER, _Closures.ALWAYS)
 
 
 def _said(error: BaseException) -> str:

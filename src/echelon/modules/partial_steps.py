@@ -17,7 +17,9 @@ from echelon.modules.optimizer_hooks import (
     has_step_check,
     remove_step_check,
 )
-from echelon.modules.optimizer_trial import Cut, why_parts_differ
+from echelon.modules.optimizer_trial import LOSS, Cut, why_parts_differ
+
+_ELEMENTWISE = "use an optimizer that takes each element by itself, such as AdamW"
 
 # By optimizer, its parameters when it was tried, and the verdicts.
 _tried: WeakKeyDictionary[Optimizer, tuple[list[list[int]], dict[Cut, str | None]]] = (
@@ -48,12 +50,17 @@ class _NeedsNoMore(StepCheck):
         if needs is None:
             return
         name = type(optimizer).__name__
-        advice = "use an optimizer that takes each element by itself, such as AdamW, or ec.DDP"
-        if self._cut is Cut.ELEMENTS and _needs(optimizer, Cut.ROWS) is None:
-            advice = "wrap with layout='rows', whose shards have the rows that it needs, or ec.DDP"
+        advice = f"{_ELEMENTWISE}, or ec.DDP, where every rank has the whole model"
+        if needs == LOSS:
+            advice = f"call step() without a closure where it allows that, or {_ELEMENTWISE}"
+        elif self._cut is Cut.ELEMENTS and _needs(optimizer, Cut.ROWS) is None:
+            advice = (
+                "wrap with layout='rows', whose shards have the rows that it needs, or ec.DDP, "
+                "where every rank has the whole model"
+            )
         raise UnsupportedError(
             f"a step of {name} looks at {needs}, and {self._what}, so the ranks would train "
-            f"something else: {advice}, where every rank has the whole model"
+            f"something else: {advice}"
         )
 
 
