@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.errors import StateError
 from echelon.fsdp.backward import Backward
 from echelon.fsdp.gradient_reducer import GradientReducer
@@ -43,6 +44,7 @@ class _RunningForward(NamedTuple):
 
 
 @final
+@bypass_compiler
 class Hooks:
     """The hooks on the modules of all units, and the objects that they call.
 
