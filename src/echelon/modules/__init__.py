@@ -2,6 +2,7 @@
 
 ``compiled``           the names of the plain model, also of modules that were compiled
 ``wrapper``            the base of wrappers, which keep the names of the plain module
+``memory_writes``      what operators of torch write into
 ``memory_overlap``     parameters that share memory without being one parameter
 ``parameters``         ignored parameters, which wrapper reduces a parameter, what may change
 ``model_agreement``    checks that all ranks hold the same model, which can be replicated
