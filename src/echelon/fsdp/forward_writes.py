@@ -46,7 +46,7 @@ class ForwardWatch:
     def begin_forward(self, *, training: bool) -> None:
         """Decide whether the forward that begins is watched."""
         n = self._num_forwards[training] = self._num_forwards[training] + 1
-        is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()  # type: ignore[attr-defined]
+        is_traced = torch.jit.is_tracing() or torch.compiler.is_compiling()  # type: ignore[attr-defined, no-untyped-call]
         is_due = n == 1 or is_turn(n, _EVERY)
         self.is_on = bool(self._units) and is_due and not is_traced
 

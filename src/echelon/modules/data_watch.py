@@ -61,7 +61,7 @@ class DataWatch:
         It costs a few microseconds after the first forwards.
         """
         rank_time.begin_forward()
-        if self._num_forwards >= _FORWARDS or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if self._num_forwards >= _FORWARDS or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
         own_rows = rank_time.rows()
         if own_rows is None:  # nothing is measured here
