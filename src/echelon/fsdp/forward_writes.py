@@ -52,11 +52,11 @@ class ForwardWatch:
 
     def refuse_writes(self) -> AbstractContextManager[Any]:
         """Refuse writes in the body, if the forward is watched."""
-        return _RefuseWrites(self._units) if self.is_on else nullcontext()
+        return _OperatorWatch(self._units) if self.is_on else nullcontext()
 
 
 @final
-class _RefuseWrites(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     """Refuses operators that write into unsharded parameters."""
 
     supports_higher_order_operators = True

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TypeAlias, final
 
 import torch
@@ -125,13 +126,13 @@ class ReplicaCheck:
 
     def _name_first(self) -> None:
         """Compare hashes: one rank's in a dict by name, first those that all ranks keep equal."""
-        own = tuple(
+        hashes = tuple(
             {name: digest(tensor) for name, tensor in named()}
             for named in (self._whole, self._shards)
         )
-        of_all = self._group.all_gather_object(own)
+        of_all = self._group.all_gather_object(hashes)
         if self._replicas is not None:
-            of_all = [own for group in self._replicas.all_gather_object(of_all) for own in group]
+            of_all = [*chain.from_iterable(self._replicas.all_gather_object(of_all))]
         self._compare(dict(enumerate(whole for whole, _ in of_all)))
         for rank in range(self._group.size):
             keeping = range(rank, len(of_all), self._group.size)
