@@ -99,7 +99,7 @@ FSDP_ROWS: dict[str, list[tuple[Any, Options]]] = {
     ],
     "min_num_params": [(50, {})],
     "ignored": [([0], {})],
-    "init": [("verify", {}), ("trust", {})],
+    "init": [("verify", {}), ("trust", {"check_replicas": 0})],
     "reduction": [("sum", {}), (7, {})],
     "replicate": [("group", {})],
     "backward_prefetch": [("POST", {}), ("NONE", {})],
@@ -107,6 +107,11 @@ FSDP_ROWS: dict[str, list[tuple[Any, Options]]] = {
     "limit_all_gathers": [(False, {"forward_prefetch": 4})],
     "use_orig_params": [(False, {})],
     "offload": [("OPTIMIZER", {}), ("ALL", {})],
+    "check_replicas": [
+        (0, {"min_num_params": 50}),
+        (1, {"min_num_params": 50}),
+        (1, {"min_num_params": 1000}),
+    ],
     "materialize": [(reset, {}), (reset, {"meta": True})],
 }
 PREFETCHES = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")

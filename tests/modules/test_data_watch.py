@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import echelon as ec
+from echelon.comm import streams
+from echelon.comm.streams import StreamEvent
 from echelon.diagnosis import rank_time
 from echelon.modules import data_watch
 from tests.processes import run_python
@@ -111,14 +113,82 @@ def forms() -> Iterator[object]:
     yield [torch.randn(1000, 100, dtype=torch.bfloat16)]
 
 
+def digest(value: object) -> int | None:
+    return data_watch._copies_in(value).digest()
+
+
 def test_a_digest_is_of_values_and_of_no_layout() -> None:
     for value in forms():
-        assert data_watch._digest(value) == data_watch._digest(value) is not None
+        assert digest(value) == digest(value) is not None
     x = torch.randn(4, 6)
-    assert data_watch._digest((x,)) == data_watch._digest((x.t().contiguous().t(),))
-    assert data_watch._digest((x,)) != data_watch._digest((x + 1,))
+    assert digest((x,)) == digest((x.t().contiguous().t(),))
+    assert digest((x,)) != digest((x + 1,))
     nothing = [(), ("a",), (torch.ones(9),), (torch.ones(9, device="meta"),), (torch.ones(()),)]
-    assert {data_watch._digest(value) for value in nothing} == {None}
+    assert {digest(value) for value in nothing} == {None}
+
+
+class Late(StreamEvent):
+    """The end of a copy that takes some forwards."""
+
+    def __init__(self, num_queries: int) -> None:
+        self.num_queries = num_queries
+
+    def wait(self) -> None:
+        raise AssertionError("nothing waits")
+
+    synchronize = wait
+
+    def query(self) -> bool:
+        self.num_queries -= 1
+        return self.num_queries < 0
+
+
+class LateStreams:
+    """The streams of a device whose copies take some forwards."""
+
+    StreamEvent, host_memory = StreamEvent, staticmethod(streams.host_memory)
+
+    @staticmethod
+    def reading_waits(device: torch.device) -> bool:
+        return True
+
+    @staticmethod
+    def current_stream(device: torch.device) -> type["LateStreams"]:
+        return LateStreams
+
+    @staticmethod
+    def record_event() -> Late:
+        return Late(5)
+
+
+def train_while_copies_are_late(world: ec.World, same: bool) -> None:
+    model = ec.DDP(nn.Linear(4, 1), world.group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(20):
+        x = torch.full((4, 4), step + (0.0 if same else world.rank / 8)) + torch.arange(4.0)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("same", "num_told"), [(True, 1), (False, 0)])
+def test_where_reading_waits_rows_are_read_in_the_first_forward_that_finds_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool, num_told: int
+) -> None:
+    monkeypatch.setattr(data_watch, "streams", LateStreams)
+    ec.run(train_while_copies_are_late, 2, args=(same,))
+    assert capsys.readouterr().err.count(SAME) == num_told
+
+
+def trace(world: ec.World) -> bool:
+    model = ec.DDP(nn.Linear(4, 2), world.group)
+    x = torch.arange(8.0).view(2, 4)
+    return torch.equal(torch.jit.trace(model, x, check_trace=False)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_model_that_is_traced_is_not_watched() -> None:
+    assert all(ec.run(trace, 2))  # a TracerWarning would be an error
 
 
 def watch_a_forward(world: ec.World) -> int:

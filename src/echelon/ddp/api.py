@@ -17,7 +17,7 @@ from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions, Sync
 from echelon.ddp.reducer import Reducer
 from echelon.ddp.replicas import (
-    ReplicaCheck,
+    ReplicaWatch,
     TrackedBuffers,
     broadcast_buffers,
     broadcast_parameters,
@@ -167,7 +167,7 @@ class DDP(ReplicatedModule):
         buffers = self._tracked_buffers = TrackedBuffers(module)
         is_watched = options.broadcast_buffers and group.size > 1 and len(buffers) > 0
         self._names = [plain_name(name) for name, _ in named]
-        self._replicas = ReplicaCheck(reduced, group, options.check_replicas)
+        self._replicas = ReplicaWatch(reduced, group, options.check_replicas)
         changed_buffers = buffers.changed if is_watched else None
         self._reducer = Reducer(named, group, options, self._replicas, changed_buffers)
         self._begin: Callable[[Tensor], None] = lambda _: self._reducer.prepare_for_backward()

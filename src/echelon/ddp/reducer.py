@@ -38,7 +38,7 @@ from echelon.ddp.grad_ready_counter import GradReadyCounter
 from echelon.ddp.gradient_state import GradientState, graph_is_lost
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions
-from echelon.ddp.replicas import ReplicaCheck
+from echelon.ddp.replicas import ReplicaWatch
 from echelon.ddp.reports import UnusedIndices
 from echelon.errors import StateError
 from echelon.modules.autograd import Token, add_gradient, queue_end
@@ -89,7 +89,7 @@ class Reducer:
         named: Sequence[tuple[str, nn.Parameter]],
         group: Group,
         options: DDPOptions,
-        replicas: ReplicaCheck,
+        replicas: ReplicaWatch,
         changed_buffers: Callable[[], bool] | None = None,
     ) -> None:
         self.buckets: tuple[Bucket, ...] = ()

@@ -6,13 +6,9 @@ only some ranks issue hangs. So each rank writes whether its buffers have change
 the last gradient bucket. After the reduction all ranks read the same sum, so they agree without
 further communication. If it is not zero, the next forward in training mode sends the buffers.
 
-[Note: when parameters are compared]
-Replicas stay equal while all ranks take equal steps. A rank that clips alone, or a forward that
-writes what it has seen, parts them without a sign. A sum over the bits of all parameters reads
-memory once, and finds nearly every difference; it is compared in the reductions 2, 8, 32 and
-then in every ``check_replicas``-th one, so that it costs less than a thousandth of a step. If sums
-differ, hashes of each parameter say whether, and where, parameters do. All ranks count the same
-reductions. After a forward that wrote a parameter, a notice makes them compare at once.
+[Note: forwards that write]
+A forward that wrote a parameter may have written what its rank alone has seen. A notice of the last
+bucket makes all ranks compare at once then; otherwise ``replica_check`` says when they do.
 """
 
 from __future__ import annotations
@@ -23,18 +19,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.comm.agreement import compare
 from echelon.comm.buffers import is_expanded
 from echelon.comm.group import Group
 from echelon.ddp.buckets import compute_buckets
 from echelon.errors import StateError
-from echelon.modules.model_agreement import digest
 from echelon.modules.parameters import LateAnswer, is_claimed
+from echelon.modules.replica_check import ReplicaCheck
 from echelon.ranges import Placement, pack
 from echelon.state.sharded_state import ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, whole
-
-_EARLY = (2, 8, 32)  # reductions in which parameters are compared all the same
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -162,17 +155,9 @@ def _packed(members: list[Tensor], group: Group) -> tuple[Tensor, list[Tensor], 
     return flat, views, placement
 
 
-_ADVICE = (
-    "Replicas part when a rank changes parameters or gradients that the others do not: when it "
-    "clips, skips or steps alone, or when forward writes into a parameter what it has seen. Do the "
-    "same on all ranks (ec.clip_grad_norm_ is the same everywhere); model.broadcast_parameters(0) "
-    "makes them equal again, and check_replicas=0 leaves them as they are."
-)
-
-
 @final
-class ReplicaCheck:
-    """Compares the parameters of all ranks now and then; see the note.
+class ReplicaWatch:
+    """Has the parameters of all ranks compared now and then, and after a forward that wrote one.
 
     Args:
         named: the parameters that all ranks keep equal.
@@ -180,8 +165,15 @@ class ReplicaCheck:
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, every: int) -> None:
-        self._named, self._group, self._every = list(named), group, every
-        self._num_reductions = 0
+        self._named = list(named)
+        self._check = ReplicaCheck(
+            lambda: self._named,
+            lambda: (),
+            group,
+            None,
+            every=every,
+            remedy="model.broadcast_parameters(0)",
+        )
         self._versions: list[int] = []
         self._is_written = False  # by a forward of this rank, since ranks were told
         self._answer = LateAnswer()
@@ -189,7 +181,7 @@ class ReplicaCheck:
     @property
     def is_on(self) -> bool:
         """Whether there is anything to compare."""
-        return self._every > 0 and self._group.size > 1 and bool(self._named)
+        return self._check.is_on
 
     def begin_forward(self) -> None:
         """Remember how often parameters were written."""
@@ -212,37 +204,11 @@ class ReplicaCheck:
     def compare_if_written(self, *, at_once: bool) -> None:
         """Compare if a forward of any rank wrote; as ``TrainableParameters.compare``."""
         if self.is_on and self._answer.is_yes(at_once=at_once):
-            self.compare()
+            self._check.compare()
 
     def count_reduction(self) -> None:
         """Compare if it is time to. All ranks call it at the beginning of each reduction."""
-        n = self._num_reductions = self._num_reductions + 1
-        if self.is_on and (n % self._every == 0 or (n < self._every and n in _EARLY)):
-            self.compare()
-
-    @torch.no_grad()
-    def compare(self) -> None:
-        """Raise a ModelMismatch on all ranks unless all have the same parameters."""
-        params = [param.detach() for _, param in self._named]
-        own_sum = torch.stack([_sum_of_bits(param) for param in params]).sum().reshape(1)
-        sums = own_sum.new_empty(self._group.size)
-        self._group.all_gather_single(sums, own_sum, label="sums of parameters")
-        if bool((sums == sums[0]).all()):
-            return
-        hashes = {name: digest(param) for name, param in self._named}
-        compare("the values of parameter", self._group.all_gather_object(hashes), _ADVICE)
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of all 64-bit words of a tensor: exact, and as fast as memory is read."""
-    if not tensor.is_contiguous():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    end = flat.numel() // 8 * 8
-    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
-        flat = flat.clone()
-    total = flat[:end].view(torch.int64).sum()
-    return total + flat[end:].sum() if end < flat.numel() else total
+        self._check.count_reduction()
 
 
 def replicated_state(

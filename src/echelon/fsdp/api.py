@@ -14,6 +14,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from echelon import checks
 from echelon.checks import Reduction
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import InitialValues, build_units, check_batch_norms
@@ -39,6 +40,7 @@ from echelon.modules.sharded_tensor import local_shard
 from echelon.page import html_of
 
 
+@bypass_compiler
 class FSDP(ShardedModule):
     """Shards parameters, gradients and optimizer state of ``module`` over the ranks of ``group``.
 
@@ -84,6 +86,10 @@ class FSDP(ShardedModule):
             the optimizer, which must then be made after wrapping. States keep the plain names.
         offload: what lies in the memory of the host and not of the device. On the CPU the two are
             one, and nothing changes.
+        check_replicas: after how many reductions the ranks compare the parameters and shards that
+            several of them keep equal: units below ``min_num_params``, shards of hybrid strategies,
+            all with ``NO_SHARD``. At first they do so more often. 0: never. Ranks that differ raise
+            a ModelMismatch.
         materialize: called with each module that has parameters or buffers of its own which are on
             meta on all ranks, when they have memory; it writes their values and does not
             communicate. None: the module's ``reset_parameters()``. Either is seeded, so that
@@ -130,6 +136,7 @@ class FSDP(ShardedModule):
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
         offload: Offload = Offload.NONE,
+        check_replicas: int = 64,
         materialize: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
@@ -145,6 +152,7 @@ class FSDP(ShardedModule):
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
             offload=offload,
+            check_replicas=check_replicas,
         )
         _check_arguments(module, group, strategy, replicate)
         _check_flat(options, group)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.errors import StateError, UnsupportedError
 from echelon.fsdp.gradient_reducer import GradientReducer
 from echelon.fsdp.pass_state import (
@@ -41,6 +42,7 @@ from echelon.modules.wrapper import check_may_sync
 
 
 @final
+@bypass_compiler
 class Backward:
     """What hooks on tensors and parameters call while autograd runs.
 
@@ -332,6 +334,7 @@ class Backward:
         self._unsharder.order.note_reductions(current.completed)
         try:
             self._reducer.compare_trainable(changed)
+            self._reducer.replica_check.count_reduction()
             self._run_hooks(current)
         finally:
             self._end()

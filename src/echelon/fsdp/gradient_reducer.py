@@ -15,9 +15,11 @@ from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.pass_state import COMPLETE, REACHED, SKIPPED, UNREACHED, BackwardPass
 from echelon.fsdp.policy import FSDPOptions
+from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 from echelon.modules.autograd import add_gradient
 from echelon.modules.parameters import TrainableParameters
+from echelon.modules.replica_check import ReplicaCheck
 
 
 @final
@@ -28,6 +30,7 @@ class GradientReducer:
         kept: by unit, the unsharded gradients that ``no_sync`` keeps.
         num_reductions: the number of reductions that were launched.
         peak_nbytes: the most bytes of unsharded gradients of complete units at one time.
+        replica_check: compares what several ranks keep equal.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class GradientReducer:
         storages = [shard.storage for unit in units for shard in unit.gradient_shards]
         named = [(member.name, member.param) for storage in storages for member in storage.members]
         self._trainable = TrainableParameters(named, groups)
+        self.replica_check = _replica_check(units, groups, options.check_replicas)
         self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
 
@@ -216,6 +220,27 @@ class GradientReducer:
             if state.state in (REACHED, COMPLETE):
                 for param in unit.trainable:
                     param.grad = None
+
+
+def _replica_check(units: Sequence[Unit], groups: HybridGroups, every: int) -> ReplicaCheck:
+    storages = [storage for unit in units for storage in unit.storages]
+    sharded, whole = ([s for s in storages if s.sharded is kind] for kind in (True, False))
+    return ReplicaCheck(
+        lambda: _named_shards(whole),
+        lambda: _named_shards(sharded),
+        groups.shard,
+        groups.replicas,
+        every=every,
+        remedy="model.apply(lambda module: None)",
+    )
+
+
+def _named_shards(storages: Sequence[Storage]) -> list[tuple[str, Tensor]]:
+    return [
+        (member.name, shard)
+        for storage in storages
+        for member, shard in zip(storage.members, storage.shards, strict=True)
+    ]
 
 
 def _nbytes(gradients: Sequence[Tensor | None]) -> int:

@@ -15,14 +15,17 @@ the dtype of the reduction, and join the next ones; a reduced gradient stays as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.errors import StateError
 from echelon.fsdp.backward import Backward
+from echelon.fsdp.forward_writes import ForwardWatch
 from echelon.fsdp.gradient_reducer import GradientReducer
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.pass_state import ForwardRun, UnitForward
@@ -40,9 +43,11 @@ class _RunningForward(NamedTuple):
 
     record: UnitForward | None  # None where the forward makes no graph
     versions: ParameterVersions  # before the forward
+    sums: Tensor | None  # of a forward that is watched, before it
 
 
 @final
+@bypass_compiler
 class Hooks:
     """The hooks on the modules of all units, and the objects that they call.
 
@@ -61,6 +66,7 @@ class Hooks:
         self.backward = Backward(self.units, self.unsharder, self.reducer)
         self.depth = 0
         self._data_watch = DataWatch(groups.shard)
+        self._watch = ForwardWatch(self.units)
         self._reshards = options.traits.reshards_after_forward
         self._run = ForwardRun(has_graph=False)
         self._storages = [storage for unit in units for storage in unit.storages]
@@ -115,12 +121,15 @@ class Hooks:
             self.units[0].unshard()
             if self.depth == 1:
                 self._watch_forward(0, (args, kwargs), is_nested)
-            output = call(*args, **kwargs)
+            refuses = is_outermost and not self.always_shown
+            with self._watch.refuse_writes() if refuses else nullcontext():
+                output = call(*args, **kwargs)
         except BaseException:
             if is_outermost:
                 self.backward.abandon_forward(self._run)
             if not is_nested:
                 for u in self._run.opaque | {0}:
+                    self.units[u].forget_memory()
                     self.units[u].reshard()
             raise
         finally:
@@ -142,6 +151,7 @@ class Hooks:
         self._run = ForwardRun(has_graph=torch.is_grad_enabled())
         if self._run.has_graph and not torch.compiler.is_compiling():
             self._data_watch.begin_forward(args, kwargs)
+        self._watch.begin_forward(training=self.units[0].module.training)
         self.backward.begin_forward(self._run)
         for unit, running in zip(self.units, self._running, strict=True):
             unit.reshard()
@@ -191,7 +201,10 @@ class Hooks:
             record.watch(inputs, partial(self.backward.leave, u))
         elif not is_nested:
             self._run.num_without_graph[u] += 1
-        self._running[u].append(_RunningForward(record, self.units[u].versions()))
+        unit = self.units[u]
+        unit.keep_memory()
+        sums = unit.sums() if self._watch.is_on and not is_nested else None
+        self._running[u].append(_RunningForward(record, unit.versions(), sums))
         if not is_nested:
             self.backward.enter_forward(u)
 
@@ -203,12 +216,15 @@ class Hooks:
         unit, running, always_shown = self.units[u], self._running[u], self.always_shown
         if not running:
             return  # the forward was refused before it began
-        record, versions = running.pop()
+        record, versions, sums = running.pop()
+        if not running:
+            unit.forget_memory()
         is_nested = in_backward()
         if not is_nested:
             self.backward.leave_forward(u)
         if not always_shown:
             unit.check_unwritten(versions)
+            unit.check_sums(sums)
         has_tensors = is_watched = False
         for tensor in tensors(output):
             has_tensors = True

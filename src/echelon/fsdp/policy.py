@@ -176,6 +176,7 @@ class FSDPOptions:
         limit_all_gathers: at most two units are unsharded before they are needed.
         use_orig_params: whether optimizers see the parameters of the model, or flat ones.
         offload: what lies in the memory of the host.
+        check_replicas: after how many reductions ranks compare what they replicate; 0: never.
     """
 
     strategy: Strategy = Strategy.FULL_SHARD
@@ -189,6 +190,7 @@ class FSDPOptions:
     limit_all_gathers: bool = True
     use_orig_params: bool = True
     offload: Offload = Offload.NONE
+    check_replicas: int = 64
 
     def __post_init__(self) -> None:
         checks.one_of("strategy", self.strategy, tuple(Strategy))
@@ -198,6 +200,7 @@ class FSDPOptions:
         checks.integer("min_num_params", self.min_num_params)
         checks.one_of("backward_prefetch", self.backward_prefetch, tuple(BackwardPrefetch))
         checks.integer("forward_prefetch", self.forward_prefetch)
+        checks.integer("check_replicas", self.check_replicas)
         checks.flag("limit_all_gathers", self.limit_all_gathers)
         checks.flag("use_orig_params", self.use_orig_params)
         checks.reduction(self.reduction)

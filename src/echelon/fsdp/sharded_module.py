@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import checks
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.comm.group import Group
 from echelon.errors import StateError
 from echelon.fsdp import unit_info
@@ -40,6 +41,7 @@ from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
 
 
+@bypass_compiler
 class ShardedModule(Wrapper, HasShards):
     """What a sharded model is when it does not train; ``FSDP`` makes it and trains it."""
 

@@ -57,10 +57,11 @@ class Storage(ABC):
         classes: of which class each parameter is while it is unsharded.
         shows_parts: whether sharded parameters and their gradients say that they are parts.
         shardings: of each parameter, which part this rank has; empty without ``shows_parts``.
+        is_filling: whether ``unsharded`` or what it is made of is being written by this rank.
     """
 
     sharded = True
-    communicates = shares_unsharded = False
+    communicates = shares_unsharded = is_filling = False
     _local: LocalShard | None = None  # None where shards are views of a buffer that all ranks share
 
     def __init__(
@@ -322,6 +323,12 @@ class Storage(ABC):
         """Whether unsharded parameters have another dtype than the shards, or another device."""
         return self.devices.offloads or self.dtype != self.compute_dtype
 
+    @property
+    def loses_writes(self) -> bool:
+        """Whether what a forward writes into ``unsharded`` is lost, or is what other ranks read."""
+        is_shared = self.sharded and self.group.size > 1
+        return bool(self.layout.numel) and (self.is_recast or self.communicates or is_shared)
+
     def contains(self, address: int) -> bool:
         """Whether an address lies in the memory of ``unsharded``."""
         for start, param in zip(self.layout.starts, self.unsharded, strict=True):
@@ -379,7 +386,9 @@ def refresh(storages: Sequence[Storage]) -> None:
     wait_for_unshards(storages)  # which read what ``refresh`` writes
     with torch.no_grad():
         for storage in storages:
+            storage.is_filling = True
             storage.refresh()
+            storage.is_filling = False
 
 
 def view_as_rows(flat: Tensor, shape: tuple[int, ...]) -> Tensor:

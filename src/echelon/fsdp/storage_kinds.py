@@ -107,7 +107,7 @@ class GatheredStorage(Storage):
         self._local.refresh()
 
     def unshard(self, *, async_op: bool = False) -> None:
-        stream = self.devices.unshard_stream
+        stream, self.is_filling = self.devices.unshard_stream, True
         with stream.as_current():
             memory = self._buffer.untyped_storage()
             if memory.nbytes() != self._nbytes:
@@ -130,6 +130,7 @@ class GatheredStorage(Storage):
             self._reorder()
         # The current stream waits for the all-gather; otherwise forward would read too early.
         self._event.wait()
+        self.is_filling = False
 
     def _reorder(self) -> None:
         """By rows, copy the shards of all ranks to the places of their parameters."""

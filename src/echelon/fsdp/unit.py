@@ -18,6 +18,8 @@ from echelon.errors import StateError
 from echelon.events import PeakBytes
 from echelon.fsdp.gradients import GradientShard
 from echelon.fsdp.storage import Storage
+from echelon.modules.memory_writes import KeepsMemory
+from echelon.modules.replica_check import sum_of_bits
 from echelon.modules.sharded_tensor import ShardedParameter
 
 # By parameter: its version counter and its address, one of which changes when somebody writes into
@@ -76,6 +78,7 @@ class Unit:
             them, too.
         always_shown: whether unsharded parameters are shown, whatever is called.
         num_recast: the number of trainable parameters whose shards have another dtype or device.
+        losing_writes: the storages of which a forward may not write unsharded parameters.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class Unit:
         self._unsharded_nbytes = 0  # as last reported
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for storage in storages for p in storage.params]
+        self.losing_writes = [storage for storage in storages if storage.loses_writes]
+        self._set_ = [KeepsMemory(param) for param in self._params]
         self._find_memory()
         showing = [storage for storage in storages if storage.shows_parts]
         self._parts = [param for storage in showing for param in storage.params]
@@ -210,6 +215,16 @@ class Unit:
         self._unsharded = [tensor for storage in self.storages for tensor in storage.unsharded]
         self._shards = [tensor for storage in self.storages for tensor in storage.shards]
 
+    def keep_memory(self) -> None:
+        """Let ``set_`` of a parameter to its own memory count as no write."""
+        with _no_modes():
+            deque(map(setattr, self._params, repeat("set_"), self._set_), maxlen=0)
+
+    def forget_memory(self) -> None:
+        """Give the parameters torch's ``set_`` again."""
+        attributes = map(vars, self._params)
+        deque(map(dict.pop, attributes, repeat("set_"), repeat(None)), maxlen=0)
+
     def take_replaced(self) -> None:
         """Keep values that users set by ``param.data = value`` while shards are shown."""
         have_changed = [storage.take_replaced() for storage in self.storages]
@@ -276,13 +291,30 @@ class Unit:
         """Refuse a forward that wrote into a parameter; ``before`` has the versions before it."""
         name = self.written_since(before)
         if name is not None:
-            raise StateError(
-                f"the forward of unit {self.label!r} wrote into parameter {name!r}, or gave it "
-                "other memory. All ranks share it, so what a rank writes would be lost or half "
-                "read by others (as with nn.Embedding(max_norm=...)): compute a new tensor from "
-                "the parameter, keep what changes in a buffer, write between steps inside `with "
-                "model.full_parameters(writeback=True):`, or name its module in ignored="
-            )
+            raise self.refusal(name)
+
+    def refusal(self, name: str) -> StateError:
+        """The error for a forward that writes into parameter ``name``."""
+        return StateError(
+            f"the forward of unit {self.label!r} wrote into parameter {name!r}, or gave it "
+            "other memory. All ranks share it, so what a rank writes would be lost or half "
+            "read by others (as with nn.Embedding(max_norm=...)): compute a new tensor from "
+            "the parameter, keep what changes in a buffer, write between steps inside `with "
+            "model.full_parameters(writeback=True):`, or name its module in ignored="
+        )
+
+    def sums(self) -> Tensor | None:
+        """A sum of the bits of each unsharded parameter that a forward may not write; 1D."""
+        values = [tensor for storage in self.losing_writes for tensor in storage.unsharded]
+        return torch.stack([sum_of_bits(tensor) for tensor in values]) if values else None
+
+    def check_sums(self, before: Tensor | None) -> None:
+        """Refuse a forward that has changed ``sums()``, which were ``before``."""
+        now = None if before is None else self.sums()
+        if before is None or now is None or torch.equal(now, before):
+            return
+        members = [member for storage in self.losing_writes for member in storage.members]
+        raise self.refusal(members[int((now != before).nonzero()[0])].name)
 
     def check_not_inside(self, tensor: Tensor) -> None:
         """Refuse an output of a forward that is a view of unsharded parameters, which are freed."""

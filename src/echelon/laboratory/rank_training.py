@@ -17,6 +17,7 @@ from echelon.fsdp.units import Rule
 from echelon.laboratory.batch_rows import Loss, ModelCall, Row, model_call, num_rows, select_rows
 from echelon.laboratory.one_process import SEED, MakeModel, MakeOptimizer
 from echelon.laboratory.value_recorder import TrainingValues, ValueRecorder
+from echelon.modules.replica_check import without_replica_checks
 from echelon.pipeline.api import Pipeline
 from echelon.pipeline.microbatch import split_batch
 from echelon.plans.parallelize import parallelize
@@ -59,7 +60,7 @@ class RankTraining:
         torch.manual_seed(SEED)
         in_stages = isinstance(self.function, PlanTraining) and self.function.plan.pp > 1
         recorder = ValueRecorder(model, in_stages=in_stages)
-        with recorder.recording():
+        with recorder.recording(), without_replica_checks():
             trained = self.function(world, model, deepcopy(list(self.batches)), self.optimizer)
         steps, expected = recorder.num_steps, len(self.batches)
         if steps != expected:

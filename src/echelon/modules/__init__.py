@@ -2,10 +2,12 @@
 
 ``compiled``           the names of the plain model, also of modules that were compiled
 ``wrapper``            the base of wrappers, which keep the names of the plain module
+``memory_writes``      what operators of torch write into
 ``memory_overlap``     parameters that share memory without being one parameter
 ``parameters``         ignored parameters, which wrapper reduces a parameter, what may change
 ``model_agreement``    checks that all ranks hold the same model, which can be replicated
 ``data_watch``         whether ranks train on the same rows, or have different numbers of batches
+``replica_check``      whether what several ranks keep equal is still equal
 ``nested``             the tensors inside of what a module takes and returns
 ``autograd``           what the engine does now, and adding to ``.grad``
 ``deferred_hooks``     hooks of users on gradients, called when these are reduced

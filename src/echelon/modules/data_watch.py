@@ -9,6 +9,10 @@ error. Nothing is communicated, so nothing can hang, and no training ends by it.
 Rows are compared only of training, in the first forwards. A constant batch says nothing, nor does
 the same batch in each step, as in a benchmark. A pass over a ``DataLoader`` counts only if an
 optimizer has made steps in it, so evaluation does not; nor does ``join``, where ranks may differ.
+
+[Note: nothing waits]
+Where reading a value would wait for the device, a few elements are copied to the host while it goes
+on, and read in the first forward that finds them there.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from echelon.comm import streams
 from echelon.comm.group import Group
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import StepRows
@@ -48,6 +53,7 @@ class DataWatch:
         self._num_forwards = 0 if group.size > 1 else _FORWARDS
         self._peers: dict[int, StepRows] = {}
         self._digests: list[int] = []
+        self._copies: list[_Copies] = []  # of batches that are not read yet
 
     def begin_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a forward with gradients: note what it is given, and compare what ranks have noted.
@@ -55,21 +61,27 @@ class DataWatch:
         It costs a few microseconds after the first forwards.
         """
         rank_time.begin_forward()
-        if self._num_forwards >= _FORWARDS:
+        if self._num_forwards >= _FORWARDS or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
         own_rows = rank_time.rows()
         if own_rows is None:  # nothing is measured here
             return
         self._num_forwards += 1
         if self._num_forwards <= NUM_BATCHES:
-            self._note(own_rows, args, kwargs)
-        elif self._compares and (self._num_forwards < _OFTEN or not self._num_forwards % _SELDOM):
+            self._copies.append(_copies_in((args, kwargs)))
+        while self._copies and self._copies[0].are_there():
+            self._note(own_rows, self._copies.pop(0))
+        if (
+            self._num_forwards > NUM_BATCHES
+            and self._compares
+            and (self._num_forwards < _OFTEN or not self._num_forwards % _SELDOM)
+        ):
             self._compare(own_rows)
 
-    def _note(self, own_rows: StepRows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        digest = _digest((args, kwargs))
+    def _note(self, own_rows: StepRows, copies: _Copies) -> None:
+        digest = copies.digest()
         if digest is None or digest in self._digests:
-            self._digests = []
+            self._digests, self._copies = [], []
             self._num_forwards = max(self._num_forwards, NUM_BATCHES)
             own_rows.note_rows(0)
             return
@@ -99,20 +111,43 @@ class DataWatch:
             _tell(_unequal({rank: steps for rank, steps in ends.items() if steps}))
 
 
-def _digest(value: object) -> int | None:
-    """A number that some elements of the first tensors determine; None if they are constant."""
-    shown: list[list[Any]] = []
+class _Copies(NamedTuple):
+    """Some elements of the first tensors of a batch, each 1D, and when the host has them."""
+
+    samples: Sequence[Tensor]
+    events: Sequence[streams.StreamEvent]
+
+    def are_there(self) -> bool:
+        """Whether the host has them."""
+        return all(event.query() for event in self.events)
+
+    def digest(self) -> int | None:
+        """A number that they determine; None if they are constant, or have no values."""
+        try:
+            values = [sample.tolist() for sample in self.samples]
+        except RuntimeError:  # as inside of torch.func
+            return None
+        if not any(len(set(map(repr, sample))) > 1 for sample in values):
+            return None
+        return zlib.crc32(repr(values).encode())
+
+
+def _copies_in(value: object) -> _Copies:
+    """Begin to copy some elements of the first tensors of a batch to the host."""
+    samples: list[Tensor] = []
+    events: list[streams.StreamEvent] = []
     for tensor in tensors(value):
-        if len(shown) == _MOST_TENSORS:
+        if len(samples) == _MOST_TENSORS:
             break
-        if type(tensor) in (Tensor, nn.Parameter) and _has_elements(tensor):
-            try:
-                shown.append(_sample(tensor))
-            except RuntimeError:  # it has no values, as inside of torch.func and while tracing
-                return None
-    if not any(len(set(map(repr, sample))) > 1 for sample in shown):
-        return None
-    return zlib.crc32(repr(shown).encode())
+        if type(tensor) not in (Tensor, nn.Parameter) or not _has_elements(tensor):
+            continue
+        sample = _sample(tensor)
+        if streams.reading_waits(sample.device):
+            host = streams.host_memory(sample.numel(), sample.dtype, sample.device)
+            sample = host.copy_(sample, non_blocking=True)
+            events.append(streams.current_stream(tensor.device).record_event())
+        samples.append(sample)
+    return _Copies(samples, events)
 
 
 def _has_elements(tensor: Tensor) -> bool:
@@ -120,16 +155,17 @@ def _has_elements(tensor: Tensor) -> bool:
     return is_plain and not tensor.is_meta and tensor.numel() > 1
 
 
-def _sample(tensor: Tensor) -> list[Any]:
-    """Some elements of a tensor, which are not copied with the others."""
+@torch.no_grad()
+def _sample(tensor: Tensor) -> Tensor:
+    """A copy of some elements of a tensor, 1D. The others are not copied, and nothing waits."""
     step = max(1, tensor.numel() // _NUM_SAMPLES)
     places = list(range(0, tensor.numel(), step))[:_NUM_SAMPLES]
     index: list[list[int]] = []  # by dim; torch's own unravel_index imports for seconds
     for length in reversed(tensor.shape):
         index.insert(0, [place % length for place in places])
         places = [place // length for place in places]
-    with torch.no_grad():
-        return list(tensor.detach()[tuple(index)].tolist())
+    # Each is a view. A list of places would be a tensor, which a device waits for.
+    return torch.stack([tensor.detach()[place] for place in zip(*index, strict=True)])
 
 
 def _tell(text: str) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.modules.plain_steps import make_steps_plain
 
 
@@ -62,6 +63,7 @@ def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+@bypass_compiler
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     known, checks = _known.get(optimizer, ([], []))

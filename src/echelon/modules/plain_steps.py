@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import Optimizer
 
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor
 
 _Switched = tuple[Sequence[nn.Parameter], Sequence[Tensor]]
@@ -42,6 +43,7 @@ def make_steps_plain(optimizer: Optimizer) -> None:
 _KEY = -32  # of our hooks among those of an optimizer, whose keys torch counts from 0
 
 
+@bypass_compiler
 def _switch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _make_plain(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -52,6 +54,7 @@ def _switch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, {**kwargs, "closure": _with_parts(optimizer, closure)}
 
 
+@bypass_compiler
 def _switch_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _restore(optimizer)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 
 from echelon.errors import ArgumentError
@@ -87,6 +88,22 @@ def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     func(*args, **{**kwargs, "inputs": edges})
 
 
+def _is_view(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the part is a view. A compiler that asks gets a graph break in place of an answer.
+
+    It would trace the part as if that were the whole tensor. So the code runs as it is.
+    """
+    if TracingContext.try_get() is not None:
+        from torch._dynamo.exc import Unsupported  # which imports the compiler
+
+        raise Unsupported(
+            f"torch.compile traced code that uses {sharding_of(args[0]).describe()}. It is "
+            "compiled where it is whole: compile the modules that are units, and the step of the "
+            "optimizer, without fullgraph=True for what is around them"
+        )
+    return bool(call_plain(func, args, kwargs))
+
+
 _NOT_PASSED = [
     "H",
     "T",
@@ -122,6 +139,7 @@ _TABLE: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(functions("size stride is_contiguous __len__ is_same_size"), _fact),
     **dict.fromkeys(functions("numel nelement"), _numel),
     **dict.fromkeys(functions("dim ndimension"), _dim),
+    Tensor._is_view: _is_view,
     Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: _dim,  # type: ignore[attr-defined]
     Tensor.nbytes.__get__: _fact,  # type: ignore[attr-defined]

@@ -5,8 +5,7 @@ a plain tensor: whatever only reads it is right, and what is computed from it is
 
 [Note: what is a write] Each function of torch runs in a mode that sees its operators, which say
 in their schema what they write into. So in-place functions, ``out=``, index assignments and
-``foreach`` are all found before the write, by the memory written into. Batch norm does not say that
-it updates its statistics, and is known by the names of its arguments.
+``foreach`` are all found before the write, by the memory written into.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.errors import StateError
+from echelon.modules.memory_writes import memory_of, tensors_in, written_by
 from echelon.modules.sharded_tensor import name_of, unmarked
 from echelon.values.encoding import TENSOR_CLASSES
 
-# These write no values, and what they change belongs to the object.
-_NO_WRITES = frozenset({"aten::detach_", "aten::record_stream", "aten::requires_grad_"})
 # These write without an operator.
 _UNSEEN_WRITES = frozenset({Tensor.apply_, Tensor.map_, Tensor.map2_})
 _WRITTEN_ATTRIBUTES = frozenset({"data", "real", "imag"})
-_STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 class StateCopy(Tensor):
@@ -51,7 +48,7 @@ class StateCopy(Tensor):
                 return func(*args, **named)
         if func in _UNSEEN_WRITES and isinstance(args[0], StateCopy):
             _refuse(f"{name_of(func)}()")
-        memory = {_memory_of(value) for value in _copies_in((args, named))}
+        memory = {memory_of(value) for value in _copies_in((args, named))}
         with _RefuseWrites(func, memory):
             if all(kind in _PLAIN for kind in types):
                 with DisableTorchFunctionSubclass():
@@ -126,24 +123,9 @@ class _RefuseWrites(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
-        if any(_memory_of(tensor) in self._memory for tensor in _written_by(func, args, named)):
+        if any(memory_of(tensor) in self._memory for tensor in written_by(func, args, named)):
             _refuse(f"{name_of(self._func)}()")
         return func(*args, **named)
-
-
-def _written_by(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes into."""
-    schema = operator._schema
-    if schema.name in _NO_WRITES:
-        return
-    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
-    given |= named
-    if schema.is_mutable:
-        for argument in schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _tensors_in(given.get(argument.name))
-    if given.get("training") or given.get("train"):
-        yield from _tensors_in([given.get(name) for name in _STATISTICS])
 
 
 def as_copy(value: Any) -> Any:
@@ -182,26 +164,8 @@ def _refuse(what: str) -> NoReturn:
 # Memory --------------------------------------------------------------------------------------
 
 
-def _memory_of(tensor: Tensor) -> int:
-    """Which memory a tensor has; 0 if it has none."""
-    with DisableTorchFunctionSubclass():
-        if tensor.layout is not torch.strided:
-            return 0
-        return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors_in(value)
-    elif isinstance(values, Mapping):
-        yield from _tensors_in(list(values.values()))
-
-
 def _copies_in(values: Any) -> Iterator[Tensor]:
-    return (value for value in _tensors_in(values) if isinstance(value, StateCopy))
+    return (value for value in tensors_in(values) if isinstance(value, StateCopy))
 
 
 def _as_plain(values: Any) -> Any:
@@ -218,7 +182,7 @@ def _as_plain(values: Any) -> Any:
 def _marked_again(result: Any, memory: set[int]) -> Any:
     """A result in which what shares memory with a copy is one too."""
     if type(result) is Tensor:
-        return as_copy(result) if _memory_of(result) in memory else result
+        return as_copy(result) if memory_of(result) in memory else result
     if type(result) in (list, tuple):
         return type(result)(_marked_again(value, memory) for value in result)
     if isinstance(result, Iterator):  # of the rows of a copy
