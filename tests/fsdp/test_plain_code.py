@@ -46,8 +46,21 @@ def wrap(world: ec.World, options: dict[str, Any] | None) -> Job:
     return Job(model, inner, [world.rank], world.group)
 
 
+def stages(world: ec.World, plan: ec.Plan) -> Job:
+    """The model under a plan with stages; each line of it has the rows of its own ranks."""
+    inner = build()
+    units = ec.units.by_type(nn.Sequential) if plan.shard > 1 else None
+    model = ec.parallelize(inner, plan, world, loss_fn=loss_fn, units=units)
+    lines = plan.num_ranks // plan.pp
+    mine = [rank for rank in range(world.size) if rank % lines == world.rank % lines]
+    return PipelineJob(model, inner, mine, world.group)
+
+
 def state_of(job: Job) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in job.model.state_dict().items()}
+    gather = job.model.state_dict
+    if isinstance(job.model, ec.Pipeline):
+        gather = job.model.whole_state_dict
+    return {name: value.clone() for name, value in gather().items()}
 
 
 def same(found: Any, expected: Any) -> bool:

@@ -22,7 +22,7 @@ from echelon.errors import ArgumentError, StateError
 from echelon.errors.message_text import misfit_text
 from echelon.modules.compiled import compiled_inside, plain_name
 from echelon.pipeline.data_parallel import unwrap
-from echelon.pipeline.splitting.submodule import Submodule
+from echelon.pipeline.splitting.submodule import Submodule, state_names
 from echelon.state.model_state import LoadReport, check_state, copy_of
 from echelon.state.optimizer_state import gather_states, named_state_dict, names_by_group
 from echelon.state.sharded_state import (
@@ -60,7 +60,8 @@ def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[s
     """
     submodule = find_submodule(stage)
     if submodule is not None:
-        return {plain_name(name): name for name in names if plain_name(name) in submodule.names}
+        known = state_names(submodule)
+        return {plain_name(name): name for name in names if plain_name(name) in known}
     start = f"{index}."
     local = [name for name in names if name.startswith(start)]
     return {plain_name(name.removeprefix(start)): name for name in local}
