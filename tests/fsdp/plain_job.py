@@ -98,7 +98,10 @@ class PipelineJob(Job):
     model: ec.Pipeline
 
     def loss(self, step: int = 0) -> Tensor:
-        loss = self.model.eval_step(self._ids(step), target=self._ids(step), loss_everywhere=True)
+        """That of a step, which has run backward already."""
+        x = self._ids(step)
+        call = self.model.step if torch.is_grad_enabled() else self.model.eval_step
+        loss = call(x, target=x, loss_everywhere=True)
         assert loss is not None
         return loss
 

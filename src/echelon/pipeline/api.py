@@ -28,7 +28,12 @@ from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss
 from echelon.pipeline.pipeline_view import pipeline_view
-from echelon.pipeline.returned_values import LastStage, loss_of, output_of
+from echelon.pipeline.returned_values import (
+    LastStage,
+    explain_no_parameters,
+    loss_of,
+    output_of,
+)
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import WEIGHT, Schedule
 from echelon.pipeline.schedules.passes import forwards_only, lower_once
@@ -166,6 +171,7 @@ class Pipeline(StagedModule):
         self._connect(schedule, lowered, microbatches)
 
     def _connect(self, schedule: Schedule, lowered: Schedule, microbatches: int) -> None:
+        explain_no_parameters()
         self._last = LastStage(self._group, schedule.placement[-1])
         self._to_previous, self._to_next = links_of(schedule.placement, self._group, microbatches)
         self._train_executor = self._executor(lowered)

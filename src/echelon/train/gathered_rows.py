@@ -50,7 +50,7 @@ def all_gather_rows(tensor: Tensor, group: Group) -> Tensor:
     checks.instance("group", group, Group)
     if not tensor.dim():
         raise ArgumentError("tensor is one number; give a tensor with rows along dim 0")
-    rows: Tensor = _GatheredRows.apply(tensor, group)
+    rows: Tensor = _GatheredRows.apply(tensor, group)  # type: ignore[no-untyped-call]
     return rows
 
 
