@@ -85,7 +85,9 @@ if TYPE_CHECKING:
     from echelon.planner.ranked_plans import Plans
     from echelon.plans.parallelize import parallelize
     from echelon.plans.plans import Plan
+    from echelon.train.ema import EMA
     from echelon.train.finite import FiniteGuard, NonFinite
+    from echelon.train.gathered_rows import all_gather_rows
     from echelon.train.gathering import gather_samples
     from echelon.train.gradient_norm import clip_grad_norm_
     from echelon.train.mapped_values import SharedColumn
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDP",
+    "EMA",
     "EXIT_RESUMABLE",
     "FSDP",
     "ArgumentError",
@@ -167,6 +170,7 @@ __all__ = [
     "World",
     "WorldError",
     "__version__",
+    "all_gather_rows",
     "async_save",
     "clip_grad_norm_",
     "compare",
@@ -200,6 +204,7 @@ _HOMES = {
     "StorePath": "echelon.checkpoint.store_path",
     "SharedColumn": "echelon.train.mapped_values",
     "shared_dataset": "echelon.train.shared_data",
+    "all_gather_rows": "echelon.train.gathered_rows",
     "gather_samples": "echelon.train.gathering",
     "AsyncSave": "echelon.checkpoint.async_save",
     "Loaded": "echelon.checkpoint.loading",
@@ -227,6 +232,7 @@ _HOMES = {
     "Plans": "echelon.planner.ranked_plans",
     "plan": "echelon.planner.api",
     "parallelize": "echelon.plans.parallelize",
+    "EMA": "echelon.train.ema",
     "FiniteGuard": "echelon.train.finite",
     "NonFinite": "echelon.train.finite",
     "ResumableSampler": "echelon.train.sampling",

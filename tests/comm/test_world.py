@@ -44,3 +44,18 @@ def test_what_a_simulated_rank_returned_is_closed_too() -> None:
     groups = ec.run(lambda world: world.group, 2)
     with pytest.raises(StateError, match=r"barrier .* was issued after its world was closed"):
         groups[0].barrier()
+
+
+def sample_without_a_process_group(world: ec.World) -> list[str]:
+    with pytest.raises(ValueError, match="Default process group") as info:
+        torch.utils.data.DistributedSampler(range(10))
+    world.explain(info.value)
+    sampler = torch.utils.data.DistributedSampler(range(10), world.size, world.rank, shuffle=False)
+    assert list(sampler) == list(range(10))[world.rank :: world.size]  # as it advises
+    return list(info.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_that_asks_for_a_process_group_is_told_of_ours(kind: str) -> None:
+    for notes in run_world(kind, sample_without_a_process_group, 2):
+        assert any("ec.ResumableSampler" in note for note in notes)

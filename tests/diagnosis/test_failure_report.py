@@ -321,3 +321,10 @@ def test_what_an_error_of_ours_advises_is_told_whole() -> None:
     )
     assert ours.count(advice) == 2
     assert theirs.count(advice) == 0
+
+
+def test_a_long_message_keeps_its_last_line_which_says_what_to_do() -> None:
+    message = "\n".join(["does not fit", *(f"  missing: w{i}" for i in range(30)), "Do this."])
+    lines = text({0: record(StateError(message), 0)})
+    assert "    (24 more lines)" in lines
+    assert "  Do this." in lines

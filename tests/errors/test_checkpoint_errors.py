@@ -19,8 +19,24 @@ def test_a_path_that_a_terminal_would_obey_is_escaped() -> None:
     assert "\x1b" not in str(CheckpointError("no", "runs/\x1b[2J"))
 
 
-def test_a_mismatch_lists_a_dozen_names_and_counts_the_rest() -> None:
-    error = CheckpointMismatch("runs/a", [f"w{i}" for i in range(20)], [], {"u": "(2,)"})
-    assert str(error).count("  missing: ") == 12
-    assert "  and 9 more" in str(error)
-    assert "strict=False" in str(error)
+def test_a_mismatch_counts_names_of_each_kind_lists_some_of_each_and_says_what_to_do() -> None:
+    missing = [f"w{i}" for i in range(20)]
+    lines = str(CheckpointMismatch("runs/a", missing, ["v", "x"], {"u": "(2,)"})).split("\n")
+    assert "(20 missing, 2 unexpected, 1 differing)" in lines[0]
+    assert [line.strip() for line in lines[1:-1]] == [
+        "missing: w0", "missing: w1", "missing: w2", "unexpected: v", "unexpected: x", "u: (2,)",
+        "and 17 more",
+    ]  # fmt: skip
+    assert "strict=False" in lines[-1]
+
+
+def test_a_mismatch_by_a_prefix_names_it() -> None:
+    there = ["ema/module.0.weight", "ema/module.0.bias", "ema/n_averaged"]
+    text = str(CheckpointMismatch("runs/a", ["ema/0.weight", "ema/0.bias"], there, {}))
+    assert "begin with 'module.'" in text
+    assert "torch.nn.ModuleDict({'module': model})" in text
+
+
+def test_names_that_only_end_alike_are_no_prefix() -> None:
+    text = str(CheckpointMismatch("runs/a", ["a.weight", "a.bias"], ["x.a.weight"], {}))
+    assert "begin with" not in text

@@ -12,18 +12,36 @@ from torch import Tensor, nn
 import echelon as ec
 
 
+class Scale(nn.Module):
+    """A parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
 class Model(nn.Module):
-    """With an odd number of rows, a parameter without dims, and a tie."""
+    """With an odd number of rows, and a parameter without dims."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.body = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 6))
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scaling = Scale()
         self.head = nn.Linear(6, 11)
 
+    @property
+    def scale(self) -> nn.Parameter:
+        return self.scaling.factor
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [self.embed, self.body, self.scaling, self.head]
+
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.scale * self.body(self.embed(ids)))
+        return self.head(self.scaling(self.body(self.embed(ids))))
 
 
 def build() -> Model:
@@ -67,6 +85,31 @@ class Job:
 
     def sgd(self, params: Any = None) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.params if params is None else params, lr=0.1, momentum=0.9)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """That of ``Job.loss``, of a microbatch."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class PipelineJob(Job):
+    """The same under a pipeline, whose ``step`` runs backward itself."""
+
+    model: ec.Pipeline
+
+    def loss(self, step: int = 0) -> Tensor:
+        """That of a step, which has run backward already."""
+        x = self._ids(step)
+        call = self.model.step if torch.is_grad_enabled() else self.model.eval_step
+        loss = call(x, target=x, loss_everywhere=True)
+        assert loss is not None
+        return loss
+
+    def backward(self, step: int = 0) -> None:
+        self.model.step(self._ids(step), target=self._ids(step))
+
+    def _ids(self, step: int) -> Tensor:
+        return torch.cat([ids(rank, step) for rank in self.ranks])
 
 
 Lines = Callable[[Job], Any]

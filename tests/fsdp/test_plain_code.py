@@ -14,7 +14,7 @@ import tests.fsdp.lines_of_gradients
 import tests.fsdp.lines_of_values
 import tests.fsdp.lines_of_whole  # noqa: F401  (each adds to LINES and REFUSED)
 from echelon.errors import EchelonError
-from tests.fsdp.plain_job import LINES, REFUSED, Job, Lines, build
+from tests.fsdp.plain_job import LINES, REFUSED, Job, Lines, PipelineJob, build, loss_fn
 from tests.worlds import run_world
 
 # The matrix ----------------------------------------------------------------------------------
@@ -46,8 +46,21 @@ def wrap(world: ec.World, options: dict[str, Any] | None) -> Job:
     return Job(model, inner, [world.rank], world.group)
 
 
+def stages(world: ec.World, plan: ec.Plan) -> Job:
+    """The model under a plan with stages; each line of it has the rows of its own ranks."""
+    inner = build()
+    units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
+    model = ec.parallelize(inner, plan, world, loss_fn=loss_fn, units=units)
+    lines = plan.num_ranks // plan.pp
+    mine = [rank for rank in range(world.size) if rank % lines == world.rank % lines]
+    return PipelineJob(model, inner, mine, world.group)
+
+
 def state_of(job: Job) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in job.model.state_dict().items()}
+    gather = job.model.state_dict
+    if isinstance(job.model, ec.Pipeline):
+        gather = job.model.whole_state_dict
+    return {name: value.clone() for name, value in gather().items()}
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -105,3 +118,107 @@ OTHERS = [(kind, 2, ["flat FULL_SHARD", "rows FULL_SHARD"]) for kind in ("proces
 def test_a_line_of_a_script_is_right_or_refused(kind: str, ranks: int, models: list[str]) -> None:
     for found in run_world(kind, check_all, ranks, args=(models,)):
         assert found == [], "\n".join(found)
+
+
+# Stages --------------------------------------------------------------------------------------
+
+# What docs/pipeline.md says: these read the parameters of this rank's stages, and are right there.
+OF_THESE_STAGES = {
+    "decay_groups_by_dim", "counts", "finite_checks", "logged", "vectors", "lists_of_gradients",
+}  # fmt: skip
+# And these read or write the model that was cut, or all of it as one vector.
+OF_THE_PLAIN_MODEL = {"whole_average_of_a_plain_copy", "copied_parameter", "a_whole_vector"}
+PLANS = ["pp=2", "pp=2,dp=2", "pp=2,shard=2"]
+
+
+def in_stages(world: ec.World, text: str, layout: str, name: str, expected: Any) -> str:
+    options = {"fsdp": {"min_num_params": 0, "layout": layout}} if "shard" in text else {}
+    job = stages(world, ec.Plan.parse(text, microbatches=2, **options))
+    result, state = {**LINES, **REFUSED}[name](job), state_of(job)
+    wanted, wanted_state = expected
+    if not same(state, wanted_state):
+        return "wrong: another state"
+    is_right = result is None or name in OF_THESE_STAGES or same(result, of_stages(job, wanted))
+    return "right" if is_right or same(result, wanted) else f"wrong: {result} instead of {wanted}"
+
+
+def of_stages(job: Job, value: Any) -> Any:
+    """The part of a list of something for each parameter that is of the stages of this rank."""
+    names = [name for name, _ in build().named_parameters()]
+    keys = job.model.state_dict().keys()
+    if isinstance(value, list) and len(value) == len(names):
+        return [item for item, name in zip(value, names, strict=True) if name in keys]
+    if isinstance(value, list | tuple):
+        return type(value)(of_stages(job, item) for item in value)
+    return value
+
+
+def told(error: BaseException) -> bool:
+    """Whether it is ours, or has a note that says what to do in a pipeline."""
+    notes = getattr(error, "__notes__", ())
+    return isinstance(error, EchelonError) or any("pipe" in note for note in notes)
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("text", PLANS)
+def test_a_line_of_a_script_is_right_or_refused_under_a_plan(text: str, layout: str) -> None:
+    if layout == "rows" and "shard" not in text:
+        return
+    ranks, found = ec.Plan.parse(text, microbatches=2).num_ranks, []
+    for name, lines in {**LINES, **REFUSED}.items():
+        if name in OF_THE_PLAIN_MODEL:
+            continue
+        args = (text, layout, name, plain(lines, ranks))
+        try:
+            outcomes = ec.run(in_stages, ranks, args=args, timeout=20)
+        except Exception as error:
+            outcomes = [] if told(error) else [f"raw {type(error).__name__}: {error}"]
+        found += [f"{name}: {text[:200]}" for text in outcomes if text != "right"]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_sums_over_the_gradients_of_stages_are_refused(text: str) -> None:
+    """However they are written."""
+
+    def squares(job: Job) -> Any:
+        return torch.stack([p.grad.pow(2).sum() for p in job.params]).sum().sqrt()
+
+    def added(job: Job) -> Any:
+        total = torch.zeros(())
+        for p in job.params:
+            total = total + p.grad.detach().norm() ** 2
+        return total
+
+    def started_with_zero(job: Job) -> Any:
+        return sum(p.grad.square().sum() for p in job.params[:1]) ** 0.5
+
+    def of_norms(job: Job) -> Any:
+        return sum(p.grad.data.norm(2) ** 2 for p in job.params).sqrt()
+
+    def of_products(job: Job) -> Any:
+        return sum(torch.dot(p.grad.flatten(), p.grad.flatten()) for p in job.params) / 2
+
+    def main(world: ec.World) -> None:
+        options = {"fsdp": {"min_num_params": 0}} if "shard" in text else {}
+        job = stages(world, ec.Plan.parse(text, microbatches=2, **options))
+        job.backward()
+        for lines in (squares, added, started_with_zero, of_norms, of_products):
+            with pytest.raises(ec.UnsupportedError, match=r"ec\.clip_grad_norm_"):
+                lines(job)
+        own = sum(float(ec.local_shard(p.grad).square().sum()) for p in job.params)
+        assert own > 0  # as the error says
+
+    ec.run(main, ec.Plan.parse(text, microbatches=2).num_ranks)
+
+
+def test_torchs_scaler_is_refused_over_stages() -> None:
+    def main(world: ec.World) -> None:
+        job = stages(world, ec.Plan(pp=2, microbatches=2))
+        optimizer, scaler = job.sgd(), torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        job.backward()
+        with pytest.raises(ec.UnsupportedError, match=r"ec\.GradScaler"):
+            scaler.step(optimizer)
+
+    ec.run(main, 2)

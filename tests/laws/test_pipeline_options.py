@@ -251,6 +251,17 @@ def outputs_are_where_they_are_asked_for(world: World) -> None:
     assert pipe(x, outputs_everywhere=True).shape == (8, 6)
 
 
+@option("Pipeline.results_everywhere")
+def results_are_everywhere_where_no_call_says_otherwise(world: World) -> None:
+    pipe = pipeline(world, results_everywhere=True)
+    x, y = batch(8)
+    losses = pipe.step(x, target=y), pipe.eval_step(x, target=y)
+    assert losses[0] == losses[1]
+    assert pipe(x).shape == (8, 6)
+    assert (pipe(x, outputs_everywhere=False) is None) == (world.rank == 0)
+    assert (pipe.step(x, target=y, loss_everywhere=False) is None) == (world.rank == 0)
+
+
 @option("step.weights")
 def weights_are_what_microbatches_count(world: World) -> None:
     first = stepped(pipeline(world), weights=[1.0, 0.0, 0.0, 0.0])

@@ -57,6 +57,18 @@ def test_a_state_that_does_not_fit_changes_nothing(changes: dict[str, Any], mess
     assert torch.equal(layer.bias, before)
 
 
+def test_an_error_counts_the_names_of_each_kind_and_shows_some_of_each() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    with pytest.raises(ArgumentError) as info:
+        load_model_state(model, ParameterShards(by_param={}), state, strict=True)
+    text = str(info.value)
+    assert "40 missing, 40 unexpected: 0.bias: missing" in text
+    assert (text.count(": missing"), text.count(": unexpected")) == (6, 6)
+    assert "and 68 more. Names there begin with 'module.'" in text
+    assert text.endswith("ModuleDict({'module': model})")
+
+
 def test_keys_that_do_not_fit_are_reported_where_they_may_be_left_out() -> None:
     layer = nn.Linear(2, 2)
     report = load_model_state(layer, half_of(layer), {"more": torch.ones(1)}, strict=False)

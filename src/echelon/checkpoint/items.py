@@ -16,7 +16,12 @@ from echelon.checkpoint.random_states import random_states
 from echelon.checkpoint.sections import PER_RANK_PREFIX, Section
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
-from echelon.state.sharded_state import ModelParts, ShardedState, ShardsByParam
+from echelon.state.sharded_state import (
+    ModelParts,
+    ShardedState,
+    ShardsByParam,
+    ValuesOfModel,
+)
 from echelon.state.tensor_shard import Rename, Replication, TensorShard
 from echelon.values.encoding import encode
 
@@ -66,12 +71,15 @@ class CheckpointItems:
             if not name or "/" in name or name in (RANDOM, PER_RANK_PREFIX):
                 raise ArgumentError(f"{name!r} cannot be the name of something in a checkpoint")
         models: dict[str, nn.Module] = {}
+        beside: dict[str, ValuesOfModel] = {}
         optimizers: dict[str, Optimizer] = {}
         objects: dict[str, Stateful] = {}
         values: dict[str, object] = {}
         for name, item in items.items():
             if isinstance(item, nn.Module):
                 models[name] = item
+            elif isinstance(item, ValuesOfModel):
+                models[name], beside[name] = item.model, item
             elif isinstance(item, Optimizer):
                 optimizers[name] = item
             elif isinstance(item, Stateful) and not isinstance(item, type):
@@ -81,8 +89,10 @@ class CheckpointItems:
         parts = {name: ModelParts([(_under(name), model)]) for name, model in models.items()}
         group = group_of([axis for model in parts.values() for axis in model.axes], group)
         copy, num_copies = _copy_in(group)
+        modules = {name: model.state(copy, num_copies) for name, model in parts.items()}
+        modules |= {name: values.values_in(modules[name]) for name, values in beside.items()}
         return cls(
-            modules={name: model.state(copy, num_copies) for name, model in parts.items()},
+            modules=modules,
             optimizers=optimizers,
             objects=objects,
             values=values,

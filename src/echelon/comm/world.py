@@ -22,6 +22,15 @@ from echelon.process.offered_debugger import DEBUG_INSTEAD, no_debugger
 DEFAULT_TIMEOUT_S = 300.0
 
 
+_NO_PROCESS_GROUP = "Default process group has not been initialized"  # torch's own words
+_INSTEAD = (
+    "ec.init() makes no process group of torch.distributed: sample with "
+    "ec.ResumableSampler(len(dataset), batch_size, world.group), or give what asks for it the rank "
+    "and the size, as in DistributedSampler(dataset, world.size, world.rank), and communicate by "
+    "world.group"
+)
+
+
 @final
 class World:
     """All ranks of a job, seen from one of them. A context manager; closing it ends communication.
@@ -153,7 +162,7 @@ class World:
 
     def explain(self, error: BaseException) -> None:
         """Add notes with the known causes of an error of the user's code to the error."""
-        hints = list(self.hints.values())
+        hints = [no_process_group, *self.hints.values()]
         if self.size > 1 and self.backend != "threads":
             hints.append(no_debugger)
         for hint in hints:
@@ -199,3 +208,14 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank {self.rank} of {self.size}, {self.backend}, on {self.device})"
+
+
+def no_process_group(error: BaseException) -> str | None:
+    """What to do where torch has no process group, because ``ec.init()`` makes none.
+
+    Example:
+        >>> no_process_group(KeyError("Default process group")) is None
+        True
+    """
+    is_torchs = isinstance(error, ValueError | RuntimeError) and _NO_PROCESS_GROUP in str(error)
+    return _INSTEAD if is_torchs else None

@@ -87,7 +87,7 @@ def _exception_lines(record: FailureRecord) -> list[str]:
     """The lines for a rank that raised."""
     message = record.message.strip().split("\n")[1:]
     rows = _distinct(message) if record.is_disagreement else message
-    lines = [record.headline, *(f"  {line}" for line in rows[:_MESSAGE_LINES])]
+    lines = [record.headline, *(f"  {line}" for line in _ends(rows))]
     lines = [_cut_of(record, line) for line in lines]
     # Frames and their source are indented; the message at the end is not.
     trace = [line for line in record.traceback.split("\n") if line.startswith("  ")]
@@ -110,6 +110,14 @@ def _end_of_trace(trace: Sequence[str]) -> Sequence[str]:
     users = [i for i, frame in enumerate(files) if frame and is_user_file(frame[1])]
     begin = max(users[0] if users else 0, len(trace) - _TRACE_LINES)
     return trace[next((i for i in range(begin, len(trace)) if files[i]), begin) :]
+
+
+def _ends(rows: Sequence[str]) -> list[str]:
+    """As many rows as are shown: the last is among them, for messages end with what to do."""
+    if len(rows) <= _MESSAGE_LINES:
+        return [*rows]
+    shown = rows[: _MESSAGE_LINES - 2]
+    return [*shown, f"  ({len(rows) - _MESSAGE_LINES + 1} more lines)", rows[-1]]
 
 
 def _distinct(rows: Sequence[str]) -> list[str]:

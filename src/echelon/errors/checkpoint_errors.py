@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from echelon.errors.echelon_error import EchelonError, revive
-from echelon.errors.message_text import MAX_ROWS, printable, printable_line
+from echelon.errors.message_text import (
+    fair_rows,
+    misfit_counts,
+    prefix_advice,
+    printable,
+    printable_line,
+)
+
+_MAX_NAMES = 6  # of a mismatch: the report of a job shows so many lines of a message
 
 
 class CheckpointError(EchelonError):
@@ -92,16 +100,17 @@ class CheckpointMismatch(CheckpointError):
     ) -> None:
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         self.differing = dict(differing)
-        rows = [f"  missing: {printable_line(name)}" for name in self.missing]
-        rows += [f"  unexpected: {printable_line(name)}" for name in self.unexpected]
-        rows += [f"  {printable_line(f'{name}: {what}')}" for name, what in self.differing.items()]
-        shown = rows[:MAX_ROWS]
-        if len(rows) > len(shown):
-            shown.append(f"  and {len(rows) - len(shown)} more")
+        kinds = [
+            [f"missing: {printable_line(name)}" for name in self.missing],
+            [f"unexpected: {printable_line(name)}" for name in self.unexpected],
+            [printable_line(f"{name}: {what}") for name, what in self.differing.items()],
+        ]
+        rows = "\n".join(f"  {row}" for row in fair_rows(kinds, _MAX_NAMES))
+        advice = prefix_advice(self.missing, self.unexpected)
         super().__init__(
-            "the checkpoint does not fit, and nothing was loaded:\n"
-            + "\n".join(shown)
-            + "\nBuild what was saved, or load with strict=False what fits.",
+            f"the checkpoint does not fit ({misfit_counts(*kinds)}), and nothing was loaded:\n"
+            f"{rows}\n{advice}{advice and '. '}"
+            "Build what was saved, or load with strict=False what fits.",
             path,
             rank=rank,
         )

@@ -119,6 +119,81 @@ def rows_text(values: Mapping[int, str], compared: Callable[[str], str] = lambda
     return "\n".join(rows if has_majority else [*rows, NO_MAJORITY])
 
 
+def misfit_counts(
+    missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]
+) -> str:
+    """How many names of a state do not fit, by kind.
+
+    Example:
+        >>> misfit_counts(["w", "b"], [], ["h: (2,) instead of (3,)"])
+        '2 missing, 1 differing'
+    """
+    counts = {"missing": missing, "unexpected": unexpected, "differing": differing}
+    return ", ".join(f"{len(names)} {kind}" for kind, names in counts.items() if names)
+
+
+def misfit_text(missing: Sequence[str], unexpected: Sequence[str], differing: Sequence[str]) -> str:
+    """What of a state does not fit, in one line: the counts, some of each kind, and what to do.
+
+    Example:
+        >>> misfit_text(["w"], ["v"], ["h: (2,) instead of (3,)"])
+        '1 missing, 1 unexpected, 1 differing: w: missing; v: unexpected; h: (2,) instead of (3,)'
+    """
+    kinds = [
+        [f"{name}: missing" for name in sorted(missing)],
+        [f"{name}: unexpected" for name in sorted(unexpected)],
+        sorted(differing),
+    ]
+    counts = misfit_counts(missing, unexpected, differing)
+    rows, advice = fair_rows(kinds, MAX_ROWS), prefix_advice(missing, unexpected)
+    return printable_line(f"{counts}: {'; '.join(rows)}{advice and '. '}{advice}")
+
+
+def fair_rows(kinds: Sequence[Sequence[str]], limit: int) -> list[str]:
+    """At most ``limit`` rows, of each kind as many as of the others; the last counts the rest.
+
+    Example:
+        >>> fair_rows([["a", "b", "c"], ["x"], []], 2)
+        ['a', 'x', 'and 2 more']
+    """
+    num_shown = [0] * len(kinds)
+    while sum(num_shown) < limit and num_shown != [*map(len, kinds)]:
+        left = [i for i, rows in enumerate(kinds) if num_shown[i] < len(rows)]
+        num_shown[min(left, key=lambda i: num_shown[i])] += 1
+    rows = [row for kind, count in zip(kinds, num_shown, strict=True) for row in kind[:count]]
+    num_left = sum(map(len, kinds)) - len(rows)
+    return [*rows, f"and {num_left} more"] if num_left else rows
+
+
+def prefix_advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What to do where the names of a state are those of the model behind a prefix; else empty.
+
+    Names of a checkpoint have that of the model and a slash before them.
+
+    Example:
+        >>> print(prefix_advice(["w"], ["module.w"]).replace(": ", ":\\n", 1))
+        Names there begin with 'module.', as a wrapper adds it:
+        take it off, or load into torch.nn.ModuleDict({'module': model})
+    """
+    for name in missing[:1]:
+        section, _, local = name.rpartition("/")
+        of_section = [other for other in missing if other.rpartition("/")[0] == section]
+        start = f"{section}/" if section else ""
+        known = set(unexpected)
+        for other in unexpected:
+            prefix = other.removeprefix(start).removesuffix(local)
+            if not (prefix.endswith(".") and other == f"{start}{prefix}{local}"):
+                continue
+            if all(start + prefix + one.removeprefix(start) in known for one in of_section):
+                path = "".join(f"{{{part!r}: " for part in prefix.removesuffix(".").split("."))
+                closing = "}" * prefix.count(".")
+                return (
+                    f"Names there begin with {prefix!r}, as a wrapper adds it: take it off, or "
+                    f"load into torch.nn.ModuleDict({path}model{closing})"
+                )
+    return ""
+
+
 def by_value(values: Mapping[int, str]) -> str:
     """``nan on ranks 0, 2; inf on rank 1``."""
     ranks: dict[str, list[int]] = {}

@@ -35,6 +35,12 @@ from echelon.modules.sharded_tensor import (
     unmarked,
     whole_shape,
 )
+from echelon.modules.stage_numbers import (
+    StageNumber,
+    as_number,
+    finite_in_stages,
+    sum_of_stages,
+)
 
 _CLIP = "torch.nn.utils.clip_grad"  # uses only the norm of all gradients
 _OPTIMIZERS = "torch.optim"
@@ -43,7 +49,14 @@ _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf
 
 
 class StageGradient(Tensor):
-    """A whole gradient of a stage of a pipeline; other ranks have those of other stages."""
+    """A whole gradient of a stage of a pipeline; other ranks have those of other stages.
+
+    Attributes:
+        _source: what tells the gradient of which it is, or of which it was computed, from others;
+            None: it is the gradient itself.
+    """
+
+    _source: int | None = None
 
     @classmethod
     def __torch_function__(
@@ -77,11 +90,13 @@ class _PendingNorms(Tensor):
         _order: the order of the norms.
         _shardings: the sharding of each norm; None for that of a plain tensor.
         _is_stacked: whether this is a 1D tensor of norms.
+        _source: the gradient, in a pipeline, of which this is the norm; None: of several, or none.
     """
 
     _order: float
     _shardings: tuple[Sharding | None, ...]
     _is_stacked: bool
+    _source: int | None
 
     @classmethod
     def __torch_function__(
@@ -95,12 +110,16 @@ class _PendingNorms(Tensor):
         if func is torch.stack and isinstance(first, list | tuple):
             return _stacked(first, kwargs or {})
         if func in _MOVES and isinstance(first, _PendingNorms):
-            return _pending(call_plain(func, args, kwargs or {}), first._order, first._shardings)
+            moved = call_plain(func, args, kwargs or {})
+            return _pending(moved, first._order, first._shardings, first._source)
         if func in _NORMS and isinstance(first, _PendingNorms) and first._is_stacked:
             first.check_all_stages()
         if getattr(func, "__name__", "") == "__get__":  # such as ``device``
             return call_plain(func, args, kwargs or {})
-        return call_plain(func, _finished(args), _finished(kwargs or {}))
+        finished, named = _finished(args), _finished(kwargs or {})
+        if any(isinstance(arg, StageNumber) for arg in finished):
+            return StageNumber.__torch_function__(func, types, finished, named)
+        return call_plain(func, finished, named)
 
     def check_all_stages(self) -> None:
         """Refuse a norm of the gradients of this rank's stages only."""
@@ -139,8 +158,33 @@ def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if type(result) is Tensor:
         sizes = {gradient.numel() for gradient in args if isinstance(gradient, StageGradient)}
         if result.numel() in sizes:
-            result.__class__ = StageGradient
+            gradients = [arg for arg in args if isinstance(arg, StageGradient)]
+            is_joined = any(isinstance(gradient, _JoinedStages) for gradient in gradients)
+            result.__class__ = _JoinedStages if is_joined else StageGradient
+            result._source = _source_of(gradients[0])  # type: ignore[attr-defined]
     return result
+
+
+def _source_of(tensor: Tensor) -> int:
+    """What tells the gradient of which ``tensor`` was computed from others."""
+    if is_part(tensor):
+        return hash(sharding_of(tensor).name)
+    source = tensor._source if isinstance(tensor, StageGradient) else None
+    return id(tensor) if source is None else source
+
+
+def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A number of one gradient, which may not be added to that of another."""
+    result = call_plain(func, args, kwargs)
+    gradients = [arg for arg in args if isinstance(arg, StageGradient)]
+    if isinstance(gradients[0] if gradients else None, _JoinedStages) and result.dim() == 0:
+        raise sum_of_stages()
+    return as_number(result, _source_of(gradients[0])) if gradients else result
+
+
+def _scaled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``GradScaler``'s check, which says nothing of the gradients of other stages."""
+    raise finite_in_stages()
 
 
 def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -205,7 +249,7 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         raise _norm_of_stages()
     if sharding.group is None:  # a full gradient of a stage
         norm = call_plain(func, args, kwargs)
-        return norm if norm.dim() else _pending(norm, 2.0, (_STAGED,))
+        return norm if norm.dim() else _pending(norm, 2.0, (_STAGED,), _source_of(tensor))
     named = _named(func, args, kwargs)
     dims = dims_within(named.pop("dim", None), sharding)
     if dims is not None and sharding.by_rows and 0 not in dims:
@@ -223,7 +267,9 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return norm.view((1,) * len(sharding.shape)) if named.get("keepdim") else norm
 
     norm = without_gradient(compute, args)
-    return _pending(norm, order, (_STAGED,)) if sharding.is_staged and not norm.dim() else norm
+    if sharding.is_staged and not norm.dim():
+        return _pending(norm, order, (_STAGED,), _source_of(tensor))
+    return norm
 
 
 def _foreach_norm(
@@ -270,10 +316,16 @@ def _norm_of_stages() -> UnsupportedError:
 # Norms of norms ------------------------------------------------------------------------------
 
 
-def _pending(values: Tensor, order: float, shardings: tuple[Sharding | None, ...]) -> _PendingNorms:
+def _pending(
+    values: Tensor,
+    order: float,
+    shardings: tuple[Sharding | None, ...],
+    source: int | None = None,
+) -> _PendingNorms:
     plain = unmarked(values)
     norms: _PendingNorms = plain.as_subclass(_PendingNorms)
     norms._order, norms._shardings, norms._is_stacked = order, shardings, plain.dim() == 1
+    norms._source = source
     return norms
 
 
@@ -292,7 +344,8 @@ def _finished(value: Any) -> Any:
     if isinstance(value, _PendingNorms):
         plain = unmarked(value)
         values = list(torch.atleast_1d(plain).unbind())
-        return torch.stack(_complete(values, value._order, value._shardings)).view(plain.shape)
+        norms = torch.stack(_complete(values, value._order, value._shardings)).view(plain.shape)
+        return norms if value._source is None else as_number(norms, value._source)
     if isinstance(value, list | tuple):
         return type(value)(_finished(item) for item in value)
     if isinstance(value, Mapping):
@@ -345,5 +398,7 @@ _STAGE_RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(functions("cat concat concatenate stack hstack", torch), _joined),
     **dict.fromkeys(_KEEPING, _marked_again),
     **dict.fromkeys(functions("clone"), _cloned),
+    **dict.fromkeys(functions("sum mean dot vdot inner max min amax amin"), _reduced),
+    torch._amp_foreach_non_finite_check_and_unscale_: _scaled,
     **NORMS,
 }

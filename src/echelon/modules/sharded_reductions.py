@@ -28,6 +28,7 @@ from echelon.modules.sharded_tensor import (
     sharding_of,
     unmarked,
 )
+from echelon.modules.stage_numbers import as_number, finite_in_stages
 
 _SUMS = ("sum", "nansum", "prod", "mean")  # whose results have the dtype of the tensor
 _LABEL = "values of a sharded tensor, which all ranks take"
@@ -144,7 +145,8 @@ def reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         whole = _number(name, args[0], named)
         return whole.view((1,) * len(sharding.shape)) if named.get("keepdim") else whole
 
-    return without_gradient(compute, args)
+    result = without_gradient(compute, args)
+    return as_number(result, hash(sharding.name)) if sharding.is_staged else result
 
 
 def dims_within(dim: Any, sharding: Sharding) -> tuple[int, ...] | None:
@@ -243,7 +245,8 @@ def multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return _number("sum", products, {})
 
     product: Tensor = without_gradient(compute, args)
-    return product
+    home = pair[0]
+    return as_number(product, hash(home.name)) if home.is_staged else product
 
 
 # One element ---------------------------------------------------------------------------------
@@ -260,6 +263,8 @@ def element(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 def non_finite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``GradScaler``'s check: all ranks find what one finds. All ranks call it."""
     gradients, flag = args[0], args[1]
+    if any(sharding_of(part).is_staged for part in parts_in(gradients)):
+        raise finite_in_stages()
     result = call_plain(func, args, kwargs)
     groups = {}
     for part in parts_in(gradients):

@@ -28,7 +28,12 @@ from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss
 from echelon.pipeline.pipeline_view import pipeline_view
-from echelon.pipeline.returned_values import LastStage, loss_of, output_of
+from echelon.pipeline.returned_values import (
+    LastStage,
+    explain_no_parameters,
+    loss_of,
+    output_of,
+)
 from echelon.pipeline.schedules.families import schedule as make_schedule
 from echelon.pipeline.schedules.ir import WEIGHT, Schedule
 from echelon.pipeline.schedules.passes import forwards_only, lower_once
@@ -74,6 +79,9 @@ class Pipeline(StagedModule):
         replicate: the ranks that have the same stages and different batches, in one group for each
             rank of the pipeline. Gradients of shared parameters that ``DDP`` or ``FSDP`` ignore
             are averaged over them.
+        results_everywhere: whether ``step``, ``eval_step`` and ``pipe(x)`` give what they return to
+            every rank, so that code that reads losses and outputs of a plain model runs as it is.
+            Each call may say otherwise.
         schedule_options: options for ``ec.pipeline.schedule``.
 
     Raises:
@@ -115,6 +123,7 @@ class Pipeline(StagedModule):
         reduce_every: ReduceEvery = "step",
         window_nbytes: int | None = None,
         replicate: Group | None = None,
+        results_everywhere: bool = False,
         **schedule_options: Any,
     ) -> None:
         super().__init__()
@@ -126,6 +135,7 @@ class Pipeline(StagedModule):
             reduce_every=reduce_every,
             window_nbytes=window_nbytes,
             materialize=materialize,
+            results_everywhere=results_everywhere,
         )
         choices = {
             "microbatches": microbatches,
@@ -133,6 +143,7 @@ class Pipeline(StagedModule):
             "loss_reduction": loss_reduction,
             "reduce_every": reduce_every,
             "window_nbytes": window_nbytes,
+            "results_everywhere": results_everywhere,
             **specs.facts(),
         }
         check_choices(stages, choices, group)
@@ -152,6 +163,7 @@ class Pipeline(StagedModule):
         check_agreement(lowered, group)
         self._group, self._replicate = group, replicate
         self._schedule, self._loss_fn = schedule, loss_fn
+        self._results_everywhere = results_everywhere
         self._batches = BatchSplitter(group, schedule, loss_reduction, specs)
         placement, num_ranks = schedule.placement, self._collectives.num_ranks
         self._shared_parameters = find_shared_parameters(stages, placement, group, replicate)
@@ -159,6 +171,7 @@ class Pipeline(StagedModule):
         self._connect(schedule, lowered, microbatches)
 
     def _connect(self, schedule: Schedule, lowered: Schedule, microbatches: int) -> None:
+        explain_no_parameters()
         self._last = LastStage(self._group, schedule.placement[-1])
         self._to_previous, self._to_next = links_of(schedule.placement, self._group, microbatches)
         self._train_executor = self._executor(lowered)
@@ -192,7 +205,7 @@ class Pipeline(StagedModule):
         target: Any = None,
         weights: Sequence[float] | None = None,
         finalize: bool = True,
-        loss_everywhere: bool = False,
+        loss_everywhere: bool | None = None,
         **kwargs: Any,
     ) -> Tensor | None:
         """Forward and backward of one batch; gradients are added to ``.grad``. All ranks call it.
@@ -204,7 +217,7 @@ class Pipeline(StagedModule):
                 Used on the rank of the last stage.
             finalize: whether gradients are complete after this step. If not, those of the next one
                 are added to them: for the mean over k steps, let ``loss_fn`` divide by k.
-            loss_everywhere: whether every rank gets the loss.
+            loss_everywhere: whether every rank gets the loss; None: ``results_everywhere``.
             kwargs: for every stage of this rank; tensors are split like the batch.
 
         Returns:
@@ -216,6 +229,7 @@ class Pipeline(StagedModule):
             StageError: a stage or the loss raised.
         """
         self._check_not_failed()
+        everywhere = self._everywhere("loss_everywhere", loss_everywhere)
         if not self._schedule.has_backward:
             raise ArgumentError(
                 f"step() trains, and schedule {self._schedule.name!r} has no backward: use "
@@ -235,25 +249,33 @@ class Pipeline(StagedModule):
             shared.reduce()
         if self._group.size > 1:
             mark_stage_gradients(p.grad for p in self._local_params() if p.grad is not None)
-        return loss_of(batch, self._last, everywhere=loss_everywhere, call="step")
+        return loss_of(batch, self._last, everywhere=everywhere, call="step")
 
     def eval_step(
-        self, *args: Any, target: Any = None, loss_everywhere: bool = False, **kwargs: Any
+        self, *args: Any, target: Any = None, loss_everywhere: bool | None = None, **kwargs: Any
     ) -> Tensor | None:
         """The loss of one batch, of any size, without gradients. All ranks call it."""
         loss_fn = self._needs_loss("eval_step")
+        everywhere = self._everywhere("loss_everywhere", loss_everywhere)
         batch = self._evaluate(args, kwargs, target, loss_fn)
-        return loss_of(batch, self._last, everywhere=loss_everywhere, call="eval_step")
+        return loss_of(batch, self._last, everywhere=everywhere, call="eval_step")
 
-    def forward(self, *args: Any, outputs_everywhere: bool = False, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, outputs_everywhere: bool | None = None, **kwargs: Any) -> Any:
         """The output of the model, without gradients, on the rank of the last stage; else None.
 
-        All ranks call it; the batch may have any size. With ``outputs_everywhere`` the rank of the
-        last stage gives its output to all others.
+        All ranks call it; the batch may have any size. With ``outputs_everywhere`` (None:
+        ``results_everywhere``) the rank of the last stage gives its output to all others.
         """
-        flag("outputs_everywhere", outputs_everywhere)
+        everywhere = self._everywhere("outputs_everywhere", outputs_everywhere)
         batch = self._evaluate(args, kwargs, None, None)
-        return output_of(batch, self._last, everywhere=outputs_everywhere)
+        return output_of(batch, self._last, everywhere=everywhere)
+
+    def _everywhere(self, name: str, value: bool | None) -> bool:
+        """Whether all ranks get what a call returns."""
+        if value is None:
+            return self._results_everywhere
+        flag(name, value)
+        return value
 
     def _needs_loss(self, call: str) -> Loss:
         if self._loss_fn is None:

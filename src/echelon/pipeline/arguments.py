@@ -67,6 +67,7 @@ class PipelineOptions:
         reduce_every: when gradients of stages in ``DDP`` or ``FSDP`` are reduced.
         window_nbytes: bytes of unsharded parameters that a rank may hold; None: all stages'.
         materialize: gives values to a module on meta; None: its ``reset_parameters()``.
+        results_everywhere: whether losses and outputs go to all ranks where a call does not say.
     """
 
     loss_reduction: Literal["mean", "sum"] = "mean"
@@ -74,10 +75,12 @@ class PipelineOptions:
     reduce_every: ReduceEvery = "step"
     window_nbytes: int | None = None
     materialize: Callable[[nn.Module], None] | None = None
+    results_everywhere: bool = False
 
     def __post_init__(self) -> None:
         checks.one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         checks.flag("recompute", self.recompute)
+        checks.flag("results_everywhere", self.results_everywhere)
         checks.one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
         if self.window_nbytes is not None:
             checks.integer("window_nbytes", self.window_nbytes)

@@ -32,9 +32,8 @@ def loss_of(batch: Batch, last: LastStage, *, everywhere: bool, call: str) -> Te
     loss = None
     if batch.losses:
         loss = torch.stack([batch.losses[i] for i in sorted(batch.losses)]).sum()
+    _explain_loss(call, last.rank)
     if not everywhere:
-        if loss is None:
-            _explain_none(call, last.rank)
         return loss
     loss_on_cpu: Tensor = last.group.broadcast_object(
         None if loss is None else loss.cpu(), last.rank
@@ -70,17 +69,25 @@ def _on_all_ranks(output: Any, last: LastStage) -> Any:
 
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"  # torch's own words
 
+_NO_PARAMETERS = "optimizer got an empty parameter list"  # torch's own words
+_OF_OTHER_STAGES = (
+    "in a pipeline a rank has the parameters of its stages, and a rule may find none among them: "
+    "make one optimizer with param_groups, in which an empty group is right"
+)
+
 _TRAIN = (
     "To train, let all ranks call loss = pipe.step(x, target=y), which runs backward itself, with "
     "the loss as Pipeline(..., loss_fn=...); loss_everywhere=True gives it to all ranks"
 )
 
 
-def _explain_none(call: str, rank: int) -> None:
-    """Add a note to errors that the None of ``call`` causes; ``rank`` has the last stage."""
+def _explain_loss(call: str, rank: int) -> None:
+    """Add a note to errors that the result of ``call`` causes; ``rank`` has the last stage."""
+    backward = "step() has run backward already" if call == "step" else _TRAIN
     _explain(
-        f"pipe.{call}(...) gave None on this rank: the loss is on rank {rank} of the pipeline, "
-        f"which has the last stage. pipe.{call}(..., loss_everywhere=True) gives it to all ranks"
+        f"pipe.{call}(...) gives the loss on rank {rank} of the pipeline, which has the last "
+        f"stage, and None elsewhere; pipe.{call}(..., loss_everywhere=True) gives it to all ranks. "
+        f"It has no gradients: {backward}"
     )
 
 
@@ -90,6 +97,19 @@ def _explain_forward(rank: int) -> None:
         f"pipe(...) gives the output of the model on rank {rank} of the pipeline, which has the "
         f"last stage, and None elsewhere; it has no gradients. {_TRAIN}"
     )
+
+
+def explain_no_parameters() -> None:
+    """Add a note to the error of an optimizer that gets no parameter of this rank's stages."""
+    world = entered()
+    if world is None:
+        return
+
+    def hint(error: BaseException) -> str | None:
+        is_empty = isinstance(error, ValueError) and _NO_PARAMETERS in str(error)
+        return _OF_OTHER_STAGES if is_empty else None
+
+    world.hints["parameters of a Pipeline"] = hint
 
 
 def _explain(text: str) -> None:

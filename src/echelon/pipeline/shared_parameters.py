@@ -17,7 +17,7 @@ only step 1 happens here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -134,6 +134,8 @@ def find_shared_parameters(
     for param, names in shared_parameters(stages).items():
         owners_of.append((param, sorted({placement[index] for index in names})))
         problems += _problems(param, names, local, is_reduced=replicate is not None)
+    if replicate is not None and replicate.size > 1:
+        problems += _left_alone(local, {param for param, _ in owners_of})
     across_ranks = [ranks for _, ranks in owners_of if len(ranks) > 1]
     sharing_by_rank, problems_by_rank = zip(
         *group.all_gather_object(
@@ -194,6 +196,24 @@ def _problems(
             "gradient over replicas: give ec.Pipeline replicate=, the ranks that have the same "
             "stages",
         )
+
+
+def _left_alone(
+    local: Mapping[int, nn.Module | None], shared: Container[nn.Parameter]
+) -> Iterator[tuple[type[Exception], str]]:
+    """Stages of this rank whose gradients nobody would reduce over replicas."""
+    for index, stage in local.items():
+        if stage is None or any(isinstance(module, Replicated) for module in stage.modules()):
+            continue
+        for name, param in stage.named_parameters():
+            if param.requires_grad and param not in shared:
+                yield (
+                    ArgumentError,
+                    f"stage {index} is in no wrapper, so the replicas of {name!r} would be trained "
+                    "each by its own rows: replicate= is for the parameters that stages share. "
+                    "Wrap the stages in ec.DDP or ec.FSDP over replicate; ec.parallelize does both",
+                )
+                return
 
 
 def _claims_others(wrapper: nn.Module | None) -> bool:

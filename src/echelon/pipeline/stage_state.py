@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
+from echelon.errors.message_text import misfit_text
 from echelon.modules.compiled import compiled_inside, plain_name
 from echelon.pipeline.data_parallel import unwrap
-from echelon.pipeline.splitting.submodule import Submodule
+from echelon.pipeline.splitting.submodule import Submodule, state_names
 from echelon.state.model_state import LoadReport, check_state, copy_of
 from echelon.state.optimizer_state import gather_states, named_state_dict, names_by_group
 from echelon.state.sharded_state import (
@@ -59,7 +60,8 @@ def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[s
     """
     submodule = find_submodule(stage)
     if submodule is not None:
-        return {plain_name(name): name for name in names if plain_name(name) in submodule.names}
+        known = state_names(submodule)
+        return {plain_name(name): name for name in names if plain_name(name) in known}
     start = f"{index}."
     local = [name for name in names if name.startswith(start)]
     return {plain_name(name.removeprefix(start)): name for name in local}
@@ -138,12 +140,9 @@ def load_sharded_state(
         keys = unwrap(stage).state_dict(keep_vars=True)
         missing = [key for key in keys if key not in names[index]]
         report.missing_keys.extend(name_in_model(stage, index, key) for key in missing)
-    wrong = [f"{name}: missing" for name in report.missing_keys]
-    wrong += [f"{name}: unexpected" for name in report.unexpected_keys]
-    if strict and wrong:
-        raise ArgumentError(
-            f"the sharded state does not fit the stages of this rank: {'; '.join(sorted(wrong))}"
-        )
+    if strict and (report.missing_keys or report.unexpected_keys):
+        what = misfit_text(report.missing_keys, report.unexpected_keys, [])
+        raise ArgumentError(f"the sharded state does not fit the stages of this rank: {what}")
     for index, stage in stages.items():
         stage_state = {key: state[name] for key, name in names[index].items()}
         if isinstance(stage, SavesShards):

@@ -198,7 +198,8 @@ class StagedModule(nn.Module, HasShards):
         raise StateError(
             "a Pipeline holds a group of running ranks and what its stages exchange, so it cannot "
             "be copied: copy the stages before you make the Pipeline, or make another one and give "
-            "it the state: other.load_state_dict(pipe.state_dict())"
+            "it the state: other.load_state_dict(pipe.state_dict()). To average its parameters, "
+            "use ec.EMA(pipe)"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

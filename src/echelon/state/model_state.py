@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ArgumentError
+from echelon.errors.message_text import misfit_text
 from echelon.modules.compiled import plain_keys
 from echelon.state.sharded_state import ParameterShards, named_extras
 from echelon.state.state_copy import as_copy
@@ -88,14 +89,14 @@ def load_model_state(
             targets[key] = tensor if shard is None else shard.values
             shape = tuple(targets[key].shape) if shard is None or parts else shard.shape
             wrong += [f"{key}: {what}" for what in _misfit(state[key], shape, targets[key].dtype)]
-    if strict:
-        wrong += [f"{key}: missing" for key in report.missing_keys]
-        wrong += [f"{key}: unexpected" for key in report.unexpected_keys]
-    if wrong:
+    names: tuple[list[str], list[str]] = (
+        (report.missing_keys, report.unexpected_keys) if strict else ([], [])
+    )
+    if wrong or any(names):
         what = (
             "sharded state does not fit this rank's parts" if parts else "state dict does not fit"
         )
-        raise ArgumentError(f"the {what}: {'; '.join(sorted(wrong))}")
+        raise ArgumentError(f"the {what}: {misfit_text(*names, wrong)}")
     shards.before_write()
     with torch.no_grad():
         for key, target in targets.items():

@@ -29,6 +29,7 @@ from echelon import checks
 from echelon.comm.agreement import first_difference
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
+from echelon.errors.message_text import misfit_text
 from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.state.sharded_state import ParameterShards, ShardsByParam
 from echelon.state.tensor_shard import Shape, TensorShard
@@ -315,7 +316,7 @@ def load_optimizer_state(
         if isinstance(value, Tensor) and value.dim() and tuple(value.shape) != shard.shape
     ]
     if wrong:
-        raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
+        raise ArgumentError(f"the optimizer state does not fit: {misfit_text([], [], wrong)}")
     numbers = number_keys((shard.shape, key, value) for shard, key, value in named)
     states = {}
     for group in optimizer.param_groups:
@@ -342,12 +343,11 @@ def _matching_groups(
     known = {name for members in names for name in members}
     groups: list[Mapping[str, Any]] = list(state_dict["param_groups"])
     saved = {name for group in groups for name in group["params"]}
-    wrong = [f"{name}: missing" for name in sorted(known - saved)]
-    if exact:
-        unknown = (saved | state_dict["state"].keys()) - known
-        wrong += [f"{name}: unexpected" for name in sorted(unknown)]
-    if wrong:
-        raise ArgumentError(f"the optimizer state does not fit: {'; '.join(wrong)}")
+    missing = sorted(known - saved)
+    unknown = sorted((saved | state_dict["state"].keys()) - known) if exact else []
+    if missing or unknown:
+        what = misfit_text(missing, unknown, [])
+        raise ArgumentError(f"the optimizer state does not fit: {what}")
     left, chosen = list(groups), []
     for i, members in enumerate(names):
         if exact:

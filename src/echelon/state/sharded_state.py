@@ -120,6 +120,23 @@ class HasShards(ABC):
         """The groups over which the module is shared, one for each axis of the mesh."""
 
 
+class ValuesOfModel(ABC):
+    """Values beside those of a model, of the same names and ranges, such as its averages."""
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The model."""
+
+    @abstractmethod
+    def values_in(self, state: ShardedState) -> ShardedState:
+        """``state``, which describes the model, with the values of this object in it.
+
+        Raises:
+            StateError: the model has other tensors than these values are for.
+        """
+
+
 # Of any module -------------------------------------------------------------------------------
 
 

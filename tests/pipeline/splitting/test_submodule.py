@@ -9,6 +9,7 @@ from torch import nn
 
 from echelon.errors import ArgumentError
 from echelon.pipeline.splitting.split import split
+from echelon.pipeline.splitting.submodule import state_names
 from tests.pipeline.split_models import LENGTH, VOCABULARY, Decoder, Layered
 
 
@@ -18,7 +19,7 @@ def test_states_of_stages_are_the_state_of_the_model_and_move_with_it(make) -> N
     stages = split(model, 3)
     names = [set(stage.state_dict()) for stage in stages]
     assert set().union(*names) == set(model.state_dict())
-    assert all(stage.names == own for stage, own in zip(stages, names, strict=True))
+    assert all(state_names(stage) == own for stage, own in zip(stages, names, strict=True))
     for stage in stages:
         stage.to(torch.float64)
     assert {param.dtype for param in model.parameters()} == {torch.float64}
@@ -33,7 +34,7 @@ def test_the_mode_of_a_stage_is_that_of_all_that_it_runs() -> None:
     for stage in split(Decoder(), 2):
         for mode in (False, True):
             stage.train(mode)
-            assert {module.training for module in stage.__dict__["body"].modules()} == {mode}
+            assert {module.training for module in stage.__dict__["_stage_body"].modules()} == {mode}
 
 
 def doubled(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -88,3 +89,13 @@ class NoLayers(nn.Module):
 def test_layers_that_are_not_of_the_model_are_refused(model: nn.Module, sentence: str) -> None:
     with pytest.raises(ArgumentError, match=sentence):
         split(model, 1)
+
+
+def test_modules_of_the_model_may_have_any_name() -> None:
+    """Also those that a stage could have for itself."""
+    names = ["body", "names", "modules_", "containers", "stages", "module", "inner", "placement"]
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Linear(2, 2))
+    for stage, expected in zip(split(model, len(names)), names, strict=True):
+        assert [*stage.state_dict()] == [f"{expected}.weight", f"{expected}.bias"]

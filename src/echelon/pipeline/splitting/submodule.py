@@ -34,12 +34,10 @@ class Submodule(nn.Module):
 
     Law: the ``state_dict`` of a model is the union of those of its submodules.
 
-    The ``body`` runs. It is not a child, because it may hold stand-ins for modules of other stages.
+    The ``body`` runs. It is no attribute, because modules of the model may have any name, and not a
+    child, because it may hold stand-ins for modules of other stages.
     The ``modules`` are those of the stage, by name in the model. Of ``containers`` the stage has
     only their own tensors; their tables are shared, so that ``submodule.to(...)`` changes both.
-
-    Attributes:
-        names: the names of its state in the model.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class Submodule(nn.Module):
         containers: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__["body"] = body
+        self.__dict__["_stage_body"] = body
         self.training = body.training
         for name, container in (containers or {}).items():
             copied = _descendant(self, name)
@@ -58,17 +56,24 @@ class Submodule(nn.Module):
         for name, module in modules.items():
             path, _, local = name.rpartition(".")
             _descendant(self, path).add_module(local, module)
-        self.names = frozenset(map(plain_name, self.state_dict(keep_vars=True)))
+        names = frozenset(map(plain_name, self.state_dict(keep_vars=True)))
+        self.__dict__["_stage_names"] = names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body on the output of the previous stage."""
-        return self.__dict__["body"](*args, **kwargs)
+        return self.__dict__["_stage_body"](*args, **kwargs)
 
     def train(self, mode: bool = True) -> Submodule:
         """Set the mode of the body, too, whose modules are not all children of this one."""
-        self.__dict__["body"].train(mode)
+        self.__dict__["_stage_body"].train(mode)
         super().train(mode)
         return self
+
+
+def state_names(submodule: Submodule) -> frozenset[str]:
+    """The names of the state of a stage in the model."""
+    names: frozenset[str] = submodule.__dict__["_stage_names"]
+    return names
 
 
 def _descendant(module: nn.Module, path: str) -> nn.Module:
