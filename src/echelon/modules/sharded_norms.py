@@ -22,7 +22,12 @@ from torch import Tensor
 
 from echelon.errors import UnsupportedError
 from echelon.modules.norms import norms_over_ranks
-from echelon.modules.sharded_arithmetic import functions, is_called_by, without_gradient
+from echelon.modules.sharded_arithmetic import (
+    functions,
+    is_called_by,
+    is_called_by_optimizer,
+    without_gradient,
+)
 from echelon.modules.sharded_reductions import along_rows, counted, dims_within
 from echelon.modules.sharded_tensor import (
     Rule,
@@ -37,7 +42,6 @@ from echelon.modules.sharded_tensor import (
 )
 
 _CLIP = "torch.nn.utils.clip_grad"  # uses only the norm of all gradients
-_OPTIMIZERS = "torch.optim"
 _LABEL = "norms of gradients, which all ranks take"
 _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
 
@@ -153,7 +157,7 @@ def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A copy, marked again unless an optimizer makes it, for its state such as a momentum."""
-    if is_called_by(_OPTIMIZERS):
+    if is_called_by_optimizer():
         return call_plain(func, args, kwargs)
     return _marked_again(func, args, kwargs)
 
