@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fsdp.plain_job import Job, right
+from tests.fsdp.plain_job import Job, build, right
 
 # Groups and counts ---------------------------------------------------------------------------
 
@@ -275,3 +275,18 @@ class _Lookahead(torch.optim.Optimizer):
 def slow_weights_beside_an_optimizer(job: Job) -> Any:
     job.train(_Lookahead(job.sgd(), foreach=False))
     job.train(_Lookahead(job.sgd(), foreach=True))
+
+
+@right
+def optimizer_state_of_one_process(job: Job) -> Any:
+    plain = build()
+    first = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    second = torch.optim.AdamW(job.params, lr=0.5)
+    for factor in (1.0, 2.0):
+        for p in plain.parameters():
+            p.grad = torch.linspace(-factor, 1.0, p.numel(), dtype=p.dtype).view(p.shape)
+        first.step()
+        second.load_state_dict(first.state_dict())
+    job.train(second)
+    second.load_state_dict(second.state_dict())
+    job.train(second)

@@ -136,3 +136,8 @@ def momentum_under_masks_of_weights(job: Job) -> Any:
     buffers = [optimizer.state[p]["momentum_buffer"] for p in job.params]
     torch._foreach_mul_(buffers, [p.detach().sign() for p in job.params])
     job.train(optimizer)
+
+
+@refused
+def gradients_by_autograd(job: Job) -> Any:
+    return [torch.autograd.grad(p.sum(), p)[0].sum() for p in job.params]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch.autograd.graph import get_gradient_edge
 
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, StateError
 from echelon.modules.sharded_arithmetic import ARITHMETIC, functions
 from echelon.modules.sharded_joins import JOINS
 from echelon.modules.sharded_norms import NORMS
@@ -26,6 +26,7 @@ from echelon.modules.sharded_tensor import (
     call_plain,
     is_part,
     local_shard,
+    parts_in,
     refuse,
     sharding_of,
 )
@@ -87,6 +88,16 @@ def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     func(*args, **{**kwargs, "inputs": edges})
 
 
+def _gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``torch.autograd.grad``, which would give each rank gradients of its own rows."""
+    part = parts_in((args, kwargs))[0]
+    raise StateError(
+        f"torch.autograd.grad of {sharding_of(part).describe()}: call loss.backward() and read "
+        "parameter.grad, which all ranks reduce. In ec.DDP torch.autograd.grad gives the gradient "
+        "of this rank's rows"
+    )
+
+
 _NOT_PASSED = [
     "H",
     "T",
@@ -126,6 +137,7 @@ _TABLE: dict[Callable[..., Any], Rule] = {
     Tensor.ndim.__get__: _dim,  # type: ignore[attr-defined]
     Tensor.nbytes.__get__: _fact,  # type: ignore[attr-defined]
     torch.autograd.backward: _backward,
+    torch.autograd.grad: _gradients,
     Tensor.__repr__: _text,
     Tensor.__format__: _formatted,
     **ARITHMETIC,
