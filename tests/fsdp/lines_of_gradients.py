@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fsdp.plain_job import Job, right
+from tests.fsdp.plain_job import Job, build, right
 
 # Groups and counts ---------------------------------------------------------------------------
 
@@ -183,3 +183,109 @@ def gradients_as_vector(job: Job) -> Any:
     job.backward()
     vector = torch.cat([p.grad.reshape(-1) for p in job.params])
     return vector.norm(), vector.sum(), vector.abs().max(), vector.numel()
+
+
+@right
+def gradients_cut_out_of_a_vector(job: Job) -> Any:
+    job.backward()
+    vector = torch.cat([p.grad.reshape(-1) for p in job.params])
+    vector, start = vector / vector.norm(), 0
+    for p in job.params:
+        p.grad = vector[start : start + p.numel()].view_as(p)
+        start += p.numel()
+    job.sgd().step()
+
+
+@right
+def gradients_reshaped_and_assigned(job: Job) -> Any:
+    job.backward()
+    for p in job.params:
+        p.grad = p.grad.view(-1).mul(2).view(p.shape)
+    job.sgd().step()
+
+
+# Inside of a step ----------------------------------------------------------------------------
+
+
+@right
+def sizes_of_updates_in_hooks(job: Job) -> Any:
+    optimizer, kept, norms, moved, sums = job.sgd(), {}, [], [], []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        kept.update((p, p.detach().clone()) for p in job.params)
+        norms[:] = [p.grad.clone().norm().item() for p in job.params]
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        moved[:] = [(p.detach() - kept[p]).norm().item() for p in job.params]
+        sums[:] = [torch.zeros_like(p).add_(p).abs().sum().item() for p in job.params]
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    job.train(optimizer)
+    return norms, moved, sums
+
+
+@right
+def closure_that_copies_and_clips(job: Job) -> Any:
+    optimizer, averages, norms = job.sgd(), {}, []
+
+    @torch.enable_grad()
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = job.loss()
+        loss.backward()
+        for p in job.params:
+            averages.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+            p.grad = averages[p].clone()
+        norms.append(sum(p.grad.clone().square().sum() for p in job.params).item())
+        for p in job.params:
+            p.grad.div_(norms[-1] ** 0.5)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    return norms
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Keeps slow weights beside an optimizer, as packages of optimizers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, foreach: bool) -> None:
+        self.inner, self.foreach, self.param_groups = inner, foreach, inner.param_groups
+        self.slow = [[p.clone().detach() for p in g["params"]] for g in self.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            fast = [p.data for p in group["params"]]
+            if self.foreach:
+                torch._foreach_lerp_(slow, fast, 0.5)
+            else:
+                for s, f in zip(slow, fast, strict=True):
+                    s.add_(f - s, alpha=0.5)
+            for s, f in zip(slow, fast, strict=True):
+                f.copy_(s)
+
+
+@right
+def slow_weights_beside_an_optimizer(job: Job) -> Any:
+    job.train(_Lookahead(job.sgd(), foreach=False))
+    job.train(_Lookahead(job.sgd(), foreach=True))
+
+
+@right
+def optimizer_state_of_one_process(job: Job) -> Any:
+    plain = build()
+    first = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    second = torch.optim.AdamW(job.params, lr=0.5)
+    for factor in (1.0, 2.0):
+        for p in plain.parameters():
+            p.grad = torch.linspace(-factor, 1.0, p.numel(), dtype=p.dtype).view(p.shape)
+        first.step()
+        second.load_state_dict(first.state_dict())
+    job.train(second)
+    second.load_state_dict(second.state_dict())
+    job.train(second)

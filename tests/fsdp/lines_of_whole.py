@@ -118,3 +118,26 @@ def part_of_a_pretrained_table(job: Job) -> Any:
 @refused
 def value_of_another_shape(job: Job) -> Any:
     job.inner.embed.weight.data = torch.ones(33, dtype=torch.float64)
+
+
+@refused
+def momentum_under_a_mask_of_weights(job: Job) -> Any:
+    optimizer = job.sgd()
+    job.train(optimizer)
+    for p in job.params:
+        optimizer.state[p]["momentum_buffer"].mul_((p.detach().abs() > 0.2).to(p.dtype))
+    job.train(optimizer)
+
+
+@refused
+def momentum_under_masks_of_weights(job: Job) -> Any:
+    optimizer = job.sgd()
+    job.train(optimizer)
+    buffers = [optimizer.state[p]["momentum_buffer"] for p in job.params]
+    torch._foreach_mul_(buffers, [p.detach().sign() for p in job.params])
+    job.train(optimizer)
+
+
+@refused
+def gradients_by_autograd(job: Job) -> Any:
+    return [torch.autograd.grad(p.sum(), p)[0].sum() for p in job.params]

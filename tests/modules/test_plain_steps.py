@@ -51,3 +51,22 @@ def test_a_step_sees_plain_tensors_and_its_closure_parts() -> None:
         assert in_closure[1] == parts
 
     ec.run(main, 2)
+
+
+def test_an_optimizer_that_stepped_before_wrapping_goes_on() -> None:
+    def main(world: ec.World, layout: str) -> dict[str, Tensor]:
+        model: nn.Module = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(4):
+            if step == 2 and layout != "whole":
+                model = ec.FSDP(model, world.group, min_num_params=0, layout=layout)
+            optimizer.zero_grad()
+            (model(torch.ones(1, 3, dtype=torch.float64)) - step).square().sum().backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    expected = ec.run(main, 1, args=("whole",))[0]
+    for layout in ("flat", "rows"):
+        for found in ec.run(main, 3, args=(layout,)):
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)

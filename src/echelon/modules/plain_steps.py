@@ -18,12 +18,14 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import Optimizer
 
 from echelon.comm.compiler_bypass import bypass_compiler
-from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor
+from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor, sharding_of
 
 _Switched = tuple[Sequence[nn.Parameter], Sequence[Tensor]]
 
 # By optimizer whose step is under way: what is plain meanwhile.
 _plain: WeakKeyDictionary[Optimizer, _Switched] = WeakKeyDictionary()
+# By optimizer, the id of the state that consists of parts; 0 after a load.
+_cut: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def make_steps_plain(optimizer: Optimizer) -> None:
@@ -78,6 +80,11 @@ def _make_plain(optimizer: Optimizer) -> None:
     params = [param for param in every if type(param) is ShardedParameter]
     if not params:
         return
+    if _cut.get(optimizer) != id(optimizer.state):
+        if optimizer not in _cut:
+            optimizer.register_load_state_dict_post_hook(_state_is_another)
+        _take_parts(optimizer, params)
+        _cut[optimizer] = id(optimizer.state)
     with DisableTorchFunctionSubclass():
         gradients = [param.grad for param in params]
     parts = [gradient for gradient in gradients if type(gradient) is ShardedTensor]
@@ -85,6 +92,20 @@ def _make_plain(optimizer: Optimizer) -> None:
         for tensor in tensors:
             setattr(tensor, "__class__", cls)  # noqa: B010  (mypy knows the narrower class)
     _plain[optimizer] = params, parts
+
+
+def _state_is_another(optimizer: Optimizer) -> None:
+    _cut[optimizer] = 0
+
+
+def _take_parts(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Cut a state that was made for whole parameters: before wrapping, or by one process."""
+    for param in params:
+        home, state = sharding_of(param), optimizer.state.get(param, {})
+        for key, value in state.items():
+            is_whole = isinstance(value, Tensor) and tuple(value.shape) == home.shape
+            if is_whole and home.shape != home.local_shape and key != "step":
+                state[key] = home.part_of(value).clone()
 
 
 def _restore(optimizer: Optimizer) -> None:

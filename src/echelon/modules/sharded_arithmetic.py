@@ -33,6 +33,9 @@ from echelon.modules.sharded_tensor import (
 )
 
 _MAX_FRAMES = 8  # between an optimizer and this file, for modes of torch and of simulated ranks
+# Calls hooks of users before and after a step, with the optimizer as its own ``self``.
+_STEP_WITH_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
+_CLOSURES = "echelon.modules.plain_steps"  # calls closures of users inside of a step
 
 
 def functions(names: str, *owners: Any) -> Iterator[Callable[..., Any]]:
@@ -56,11 +59,16 @@ def is_called_by(module: str) -> bool:
 
 
 def is_called_by_optimizer() -> bool:
-    """Whether an optimizer has called: the state that it makes is plain, as in its steps."""
+    """Whether an optimizer has called: the state that it makes is plain, as in its steps.
+
+    Hooks and closures are code of users, who see parts there.
+    """
     frame = sys._getframe(2)
     for _ in range(_MAX_FRAMES):
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("torch.optim.") and not name.endswith("swa_utils"):
+        if frame.f_code is _STEP_WITH_HOOKS or name == _CLOSURES:
+            return False
+        if name.startswith("torch.optim.") and not name.endswith(("swa_utils", "lr_scheduler")):
             return True
         if isinstance(frame.f_locals.get("self"), Optimizer):
             return True
@@ -161,11 +169,34 @@ def operand(value: Any, home: Sharding, func: Callable[..., Any]) -> Any:
         return value.detach()
     if whole is not None:
         refuse(func, [_part_of(home)], {}, "broadcasts a parameter")
+    _refuse_shape(shape, home)
+
+
+def _refuse_shape(shape: Sequence[int], home: Sharding) -> NoReturn:
     raise StateError(
         f"a tensor of {list(shape)} beside {home.describe()}: a parameter, and all that is "
         "computed from it, has the whole shape; give a tensor of that shape, of which each rank "
-        "takes its part, or work with ec.local_shard(parameter)"
+        "takes its part, or work with ec.local_shard(parameter), as for the state that an "
+        "optimizer keeps for it"
     )
+
+
+def _written_into(target: Tensor, values: Any) -> Callable[[Any], Any]:
+    """What a write into a plain tensor takes of parts: the whole, or as a state this rank's part.
+
+    A tensor of neither shape is refused, before anything is gathered.
+    """
+    homes = [sharding_of(part) for part in parts_in(values)]
+    shape = tuple(target.shape)
+    if not homes or is_part(target):
+        return gathered
+    if all(shape == home.local_shape for home in homes) and is_called_by_optimizer():
+        return lambda value: local_shard(value) if is_part(value) else value
+    for home in homes:
+        fits = _broadcasts(shape, home.shape)
+        if not fits or tuple(torch.broadcast_shapes(shape, home.shape)) != shape:
+            _refuse_shape(shape, home)
+    return gathered
 
 
 def _part_of(sharding: Sharding) -> Tensor:
@@ -224,9 +255,10 @@ def in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """A write into the first argument, whole or a part."""
     target = args[0]
     if not is_part(target):
-        whole = [gathered(value) for value in args[1:]]
-        named = {key: gathered(value) for key, value in kwargs.items()}
-        return call_plain(func, [target, *whole], named)
+        taken = _written_into(target, (args[1:], kwargs))
+        values = [taken(value) for value in args[1:]]
+        named = {key: taken(value) for key, value in kwargs.items()}
+        return call_plain(func, [target, *values], named)
     home = sharding_of(target)
     local = [operand(value, home, func) for value in args[1:]]
     named = {key: operand(value, home, func) for key, value in kwargs.items()}
@@ -240,14 +272,16 @@ def foreach(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     is_write = func.__name__.endswith("_")
     lists = [arg for arg in args if _is_list(arg)]
     homes: list[Sharding | None] = []
+    takers: list[Callable[[Any], Any]] = []
     for operands in zip(*lists, strict=True):
         parts = parts_in(operands[:1] if is_write else operands)
         homes.append(sharding_of(parts[0]) if parts else None)
+        takers.append(_written_into(operands[0], operands[1:]) if is_write else gathered)
 
     def convert(values: Sequence[Any]) -> list[Any]:
         return [
-            gathered(value) if home is None else operand(value, home, func)
-            for value, home in zip(values, homes, strict=True)
+            taker(value) if home is None else operand(value, home, func)
+            for value, home, taker in zip(values, homes, takers, strict=True)
         ]
 
     first = [args[0]] if is_write else [convert(args[0])]

@@ -12,17 +12,21 @@ and one collective combines all.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.errors import UnsupportedError
 from echelon.modules.norms import norms_over_ranks
-from echelon.modules.sharded_arithmetic import functions, is_called_by, without_gradient
+from echelon.modules.sharded_arithmetic import (
+    functions,
+    is_called_by,
+    is_called_by_optimizer,
+    without_gradient,
+)
 from echelon.modules.sharded_reductions import along_rows, counted, dims_within
 from echelon.modules.sharded_tensor import (
     Rule,
@@ -30,57 +34,21 @@ from echelon.modules.sharded_tensor import (
     Sharding,
     call_plain,
     is_part,
-    parts_in,
     sharding_of,
     unmarked,
     whole_shape,
 )
-from echelon.modules.stage_numbers import (
-    StageNumber,
-    as_number,
-    finite_in_stages,
-    sum_of_stages,
+from echelon.modules.stage_gradients import (
+    STAGE_RULES,
+    JoinedStages,
+    StageGradient,
+    norm_of_stages,
+    number_of_stage,
+    refuse_joined,
 )
 
 _CLIP = "torch.nn.utils.clip_grad"  # uses only the norm of all gradients
-_OPTIMIZERS = "torch.optim"
 _LABEL = "norms of gradients, which all ranks take"
-_INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
-
-
-class StageGradient(Tensor):
-    """A whole gradient of a stage of a pipeline; other ranks have those of other stages.
-
-    Attributes:
-        _source: what tells the gradient of which it is, or of which it was computed, from others;
-            None: it is the gradient itself.
-    """
-
-    _source: int | None = None
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if parts_in((args, kwargs or {})):
-            return NotImplemented  # the rules of parts know what to do
-        rule = _STAGE_RULES.get(func, call_plain)
-        named = dict(kwargs or {})
-        return rule(func, args or (named.pop(next(iter(named))),), named)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return unmarked(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(unmarked(self), memo)
-
-
-class _JoinedStages(StageGradient):
-    """Several gradients of stages in one tensor."""
 
 
 class _PendingNorms(Tensor):
@@ -90,13 +58,11 @@ class _PendingNorms(Tensor):
         _order: the order of the norms.
         _shardings: the sharding of each norm; None for that of a plain tensor.
         _is_stacked: whether this is a 1D tensor of norms.
-        _source: the gradient, in a pipeline, of which this is the norm; None: of several, or none.
     """
 
     _order: float
     _shardings: tuple[Sharding | None, ...]
     _is_stacked: bool
-    _source: int | None
 
     @classmethod
     def __torch_function__(
@@ -110,33 +76,32 @@ class _PendingNorms(Tensor):
         if func is torch.stack and isinstance(first, list | tuple):
             return _stacked(first, kwargs or {})
         if func in _MOVES and isinstance(first, _PendingNorms):
-            moved = call_plain(func, args, kwargs or {})
-            return _pending(moved, first._order, first._shardings, first._source)
+            return _pending(call_plain(func, args, kwargs or {}), first._order, first._shardings)
         if func in _NORMS and isinstance(first, _PendingNorms) and first._is_stacked:
             first.check_all_stages()
         if getattr(func, "__name__", "") == "__get__":  # such as ``device``
             return call_plain(func, args, kwargs or {})
-        finished, named = _finished(args), _finished(kwargs or {})
-        if any(isinstance(arg, StageNumber) for arg in finished):
-            return StageNumber.__torch_function__(func, types, finished, named)
-        return call_plain(func, finished, named)
+        return func(*_finished(args), **_finished(kwargs or {}))  # numbers of stages have rules
 
     def check_all_stages(self) -> None:
         """Refuse a norm of the gradients of this rank's stages only."""
         if any(sharding is not None and sharding.is_staged for sharding in self._shardings):
-            raise _norm_of_stages()
+            raise norm_of_stages()
 
 
-def mark_stage_gradients(gradients: Iterable[Tensor]) -> None:
+def mark_stage_gradients(params: Iterable[nn.Parameter]) -> None:
     """Mark the gradients of this rank's stages; other ranks have those of other stages.
 
     This is done in place, so that ``.grad`` stays the same object.
     """
-    for gradient in gradients:
+    for param in params:
+        gradient = param.grad
         if type(gradient) is Tensor:
             gradient.__class__ = StageGradient
+            gradient._source = id(param)  # type: ignore[attr-defined]
         elif isinstance(gradient, ShardedTensor) and not gradient._sharding.is_staged:
-            gradient._sharding = replace(gradient._sharding, is_staged=True)
+            sharding = replace(gradient._sharding, is_staged=True, source=id(param))
+            gradient._sharding = sharding
 
 
 _STAGED = Sharding("gradients of stages", "", (), is_staged=True)
@@ -145,61 +110,8 @@ _STAGED = Sharding("gradients of stages", "", (), is_staged=True)
 def _sharding_of(tensor: object) -> Sharding | None:
     """Of which tensor this is a part, or that it is of a stage; None for a plain tensor."""
     if isinstance(tensor, StageGradient):
-        return _STAGED
+        return replace(_STAGED, source=tensor._source)
     return sharding_of(tensor) if isinstance(tensor, Tensor) and is_part(tensor) else None
-
-
-# What stays marked ---------------------------------------------------------------------------
-
-
-def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result, marked if it is a new tensor of the size of the gradient of a stage."""
-    result = call_plain(func, args, kwargs)
-    if type(result) is Tensor:
-        sizes = {gradient.numel() for gradient in args if isinstance(gradient, StageGradient)}
-        if result.numel() in sizes:
-            gradients = [arg for arg in args if isinstance(arg, StageGradient)]
-            is_joined = any(isinstance(gradient, _JoinedStages) for gradient in gradients)
-            result.__class__ = _JoinedStages if is_joined else StageGradient
-            result._source = _source_of(gradients[0])  # type: ignore[attr-defined]
-    return result
-
-
-def _source_of(tensor: Tensor) -> int:
-    """What tells the gradient of which ``tensor`` was computed from others."""
-    if is_part(tensor):
-        return hash(sharding_of(tensor).name)
-    source = tensor._source if isinstance(tensor, StageGradient) else None
-    return id(tensor) if source is None else source
-
-
-def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A number of one gradient, which may not be added to that of another."""
-    result = call_plain(func, args, kwargs)
-    gradients = [arg for arg in args if isinstance(arg, StageGradient)]
-    if isinstance(gradients[0] if gradients else None, _JoinedStages) and result.dim() == 0:
-        raise sum_of_stages()
-    return as_number(result, _source_of(gradients[0])) if gradients else result
-
-
-def _scaled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``GradScaler``'s check, which says nothing of the gradients of other stages."""
-    raise finite_in_stages()
-
-
-def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Several gradients of stages in one tensor."""
-    result = call_plain(func, args, kwargs)
-    if type(result) is Tensor:  # and not written into a tensor that was given
-        result.__class__ = _JoinedStages if len(args[0]) > 1 else StageGradient
-    return result
-
-
-def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A copy, marked again unless an optimizer makes it, for its state such as a momentum."""
-    if is_called_by(_OPTIMIZERS):
-        return call_plain(func, args, kwargs)
-    return _marked_again(func, args, kwargs)
 
 
 # Norms ---------------------------------------------------------------------------------------
@@ -240,16 +152,13 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     sharding = _sharding_of(tensor)
     if sharding is None:
         return call_plain(func, args, kwargs)
-    if isinstance(tensor, _JoinedStages) or (sharding.pieces and sharding.is_staged):
-        raise UnsupportedError(
-            "a norm of a tensor with several gradients, of which this rank has only those of its "
-            f"stages: {_INSTEAD}"
-        )
+    if isinstance(tensor, JoinedStages) or (sharding.pieces and sharding.is_staged):
+        refuse_joined("a norm")
     if in_clip and sharding.is_staged:
-        raise _norm_of_stages()
+        raise norm_of_stages()
     if sharding.group is None:  # a full gradient of a stage
         norm = call_plain(func, args, kwargs)
-        return norm if norm.dim() else _pending(norm, 2.0, (_STAGED,), _source_of(tensor))
+        return norm if norm.dim() else _pending(norm, 2.0, (sharding,))
     named = _named(func, args, kwargs)
     dims = dims_within(named.pop("dim", None), sharding)
     if dims is not None and sharding.by_rows and 0 not in dims:
@@ -267,9 +176,8 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return norm.view((1,) * len(sharding.shape)) if named.get("keepdim") else norm
 
     norm = without_gradient(compute, args)
-    if sharding.is_staged and not norm.dim():
-        return _pending(norm, order, (_STAGED,), _source_of(tensor))
-    return norm
+    staged = replace(_STAGED, source=sharding.source)
+    return _pending(norm, order, (staged,)) if sharding.is_staged and not norm.dim() else norm
 
 
 def _foreach_norm(
@@ -280,7 +188,7 @@ def _foreach_norm(
     shardings = [_sharding_of(tensor) for tensor in tensors]
     staged = [sharding for sharding in shardings if sharding is not None and sharding.is_staged]
     if staged and is_called_by(_CLIP):
-        raise _norm_of_stages()
+        raise norm_of_stages()
     order, dtype = _order_of(func, args, kwargs), kwargs.get("dtype")
     norms = [
         torch.linalg.vector_norm(tensor, order, dtype=dtype)
@@ -288,7 +196,16 @@ def _foreach_norm(
         else _norm_of_part(tensor, order, dtype)
         for tensor, sharding in zip(tensors, shardings, strict=True)
     ]
-    return _complete(norms, order, shardings)
+    complete = _complete(norms, order, shardings)
+    if not staged or is_called_by_optimizer():
+        return complete
+    pairs = zip(complete, shardings, strict=True)
+    return [
+        number_of_stage(norm, sharding.source)
+        if sharding is not None and sharding.is_staged
+        else norm
+        for norm, sharding in pairs
+    ]
 
 
 def _norm_of_part(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
@@ -306,26 +223,13 @@ def _over_ranks(norms: Sequence[Tensor], order: float, sharding: Sharding) -> li
     return [total.to(norm) for total, norm in zip(complete.unbind(), norms, strict=True)]
 
 
-def _norm_of_stages() -> UnsupportedError:
-    return UnsupportedError(
-        "the norm of the gradients of this rank's stages is not that of the model, and every rank "
-        f"would clip by another number: {_INSTEAD}"
-    )
-
-
 # Norms of norms ------------------------------------------------------------------------------
 
 
-def _pending(
-    values: Tensor,
-    order: float,
-    shardings: tuple[Sharding | None, ...],
-    source: int | None = None,
-) -> _PendingNorms:
+def _pending(values: Tensor, order: float, shardings: tuple[Sharding | None, ...]) -> _PendingNorms:
     plain = unmarked(values)
     norms: _PendingNorms = plain.as_subclass(_PendingNorms)
     norms._order, norms._shardings, norms._is_stacked = order, shardings, plain.dim() == 1
-    norms._source = source
     return norms
 
 
@@ -344,8 +248,15 @@ def _finished(value: Any) -> Any:
     if isinstance(value, _PendingNorms):
         plain = unmarked(value)
         values = list(torch.atleast_1d(plain).unbind())
-        norms = torch.stack(_complete(values, value._order, value._shardings)).view(plain.shape)
-        return norms if value._source is None else as_number(norms, value._source)
+        whole = torch.stack(_complete(values, value._order, value._shardings)).view(plain.shape)
+        staged = [s for s in value._shardings if s is not None and s.is_staged]
+        if not staged or is_called_by_optimizer():
+            return whole
+        return (
+            whole.as_subclass(JoinedStages)
+            if whole.dim()
+            else number_of_stage(whole, staged[0].source)
+        )
     if isinstance(value, list | tuple):
         return type(value)(_finished(item) for item in value)
     if isinstance(value, Mapping):
@@ -385,20 +296,4 @@ NORMS: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
 }
-_KEEPING = (
-    *functions("detach to float double half bfloat16 cpu contiguous", Tensor),
-    *functions("view reshape flatten ravel view_as reshape_as", Tensor),
-    *functions("mul multiply div divide true_divide add sub subtract neg negative"),
-    *functions("abs absolute square pow clamp nan_to_num sign where lerp"),
-    *functions("__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __rsub__ __neg__", Tensor),
-    *functions("__pow__ __abs__", Tensor),
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-)
-_STAGE_RULES: dict[Callable[..., Any], Rule] = {
-    **dict.fromkeys(functions("cat concat concatenate stack hstack", torch), _joined),
-    **dict.fromkeys(_KEEPING, _marked_again),
-    **dict.fromkeys(functions("clone"), _cloned),
-    **dict.fromkeys(functions("sum mean dot vdot inner max min amax amin"), _reduced),
-    torch._amp_foreach_non_finite_check_and_unscale_: _scaled,
-    **NORMS,
-}
+STAGE_RULES |= NORMS

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.modules.sharded_arithmetic import functions, operand, without_gradient
+from echelon.modules.sharded_arithmetic import (
+    functions,
+    is_called_by_optimizer,
+    operand,
+    without_gradient,
+)
 from echelon.modules.sharded_tensor import (
     Rule,
     Sharding,
@@ -28,7 +33,7 @@ from echelon.modules.sharded_tensor import (
     sharding_of,
     unmarked,
 )
-from echelon.modules.stage_numbers import as_number, finite_in_stages
+from echelon.modules.stage_gradients import finite_in_stages, number_of_stage, refuse_joined
 
 _SUMS = ("sum", "nansum", "prod", "mean")  # whose results have the dtype of the tensor
 _LABEL = "values of a sharded tensor, which all ranks take"
@@ -138,15 +143,17 @@ def reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         refuse(func, args, kwargs, "along a dim")
     if dims is not None:
         return along_rows(func, args, kwargs, dims, bool(named.get("keepdim")))
+    if sharding.is_staged and sharding.pieces and not is_called_by_optimizer():
+        refuse_joined(f"{name}()")
     if sharding.is_staged and sharding.group is None:
-        return call_plain(func, args, kwargs)
+        return number_of_stage(call_plain(func, args, kwargs), sharding.source)
 
     def compute() -> Tensor:
         whole = _number(name, args[0], named)
         return whole.view((1,) * len(sharding.shape)) if named.get("keepdim") else whole
 
     result = without_gradient(compute, args)
-    return as_number(result, hash(sharding.name)) if sharding.is_staged else result
+    return number_of_stage(result, sharding.source) if sharding.is_staged else result
 
 
 def dims_within(dim: Any, sharding: Sharding) -> tuple[int, ...] | None:
@@ -245,8 +252,7 @@ def multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return _number("sum", products, {})
 
     product: Tensor = without_gradient(compute, args)
-    home = pair[0]
-    return as_number(product, hash(home.name)) if home.is_staged else product
+    return number_of_stage(product, pair[0].source) if pair[0].is_staged else product
 
 
 # One element ---------------------------------------------------------------------------------

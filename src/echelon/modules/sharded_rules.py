@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, StateError
 from echelon.modules.sharded_arithmetic import ARITHMETIC, functions
 from echelon.modules.sharded_joins import JOINS
 from echelon.modules.sharded_norms import NORMS
@@ -27,6 +27,7 @@ from echelon.modules.sharded_tensor import (
     call_plain,
     is_part,
     local_shard,
+    parts_in,
     refuse,
     sharding_of,
 )
@@ -104,6 +105,16 @@ def _is_view(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return bool(call_plain(func, args, kwargs))
 
 
+def _gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``torch.autograd.grad``, which would give each rank gradients of its own rows."""
+    part = parts_in((args, kwargs))[0]
+    raise StateError(
+        f"torch.autograd.grad of {sharding_of(part).describe()}: call loss.backward() and read "
+        "parameter.grad, which all ranks reduce. In ec.DDP torch.autograd.grad gives the gradient "
+        "of this rank's rows"
+    )
+
+
 _NOT_PASSED = [
     "H",
     "T",
@@ -144,6 +155,7 @@ _TABLE: dict[Callable[..., Any], Rule] = {
     Tensor.ndim.__get__: _dim,  # type: ignore[attr-defined]
     Tensor.nbytes.__get__: _fact,  # type: ignore[attr-defined]
     torch.autograd.backward: _backward,
+    torch.autograd.grad: _gradients,
     Tensor.__repr__: _text,
     Tensor.__format__: _formatted,
     **ARITHMETIC,

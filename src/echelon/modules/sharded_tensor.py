@@ -50,6 +50,7 @@ class Sharding:
         group: the ranks that hold the parts; None where this rank holds the whole tensor.
         by_rows: whether the part has the shape of rows of dim 0, and not one dim.
         is_staged: whether other ranks have other tensors, of other stages of a pipeline.
+        source: of a gradient of a stage, the id of its parameter.
         pieces: of which tensors this is the concatenation, each flattened; empty where it is one.
         before_write: called before a write into the part, which other ranks may read.
         aliases: other tensors with the memory of the part, which users may keep.
@@ -62,6 +63,7 @@ class Sharding:
     group: Group | None = None
     by_rows: bool = False
     is_staged: bool = False
+    source: int | None = None
     pieces: tuple[Sharding, ...] = ()
     before_write: Callable[[], None] | None = None
     aliases: list[weakref.ref[Tensor]] = field(default_factory=list)

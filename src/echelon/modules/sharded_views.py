@@ -133,7 +133,11 @@ def set_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     target, value = args
     if isinstance(value, Tensor):
         home = sharding_of(target)
-        if not (is_part(value) and sharding_of(value).is_like(home)):
+        if is_part(value) and sharding_of(value).is_like(home):
+            local = local_shard(value)
+            if local.shape != home.local_shape:  # a view of another shape, as of a long vector
+                value = mark(local.view(home.local_shape), home.fresh())
+        else:
             if whole_shape(value) != home.shape and value.shape != home.local_shape:
                 raise StateError(f"a gradient of {list(value.shape)} for {home.describe()}")
             value = mark(operand(value, home, func).clone(), home.fresh())

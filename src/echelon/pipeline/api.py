@@ -248,7 +248,7 @@ class Pipeline(StagedModule):
         for shared in self._shared_parameters if finalize else ():
             shared.reduce()
         if self._group.size > 1:
-            mark_stage_gradients(p.grad for p in self._local_params() if p.grad is not None)
+            mark_stage_gradients(self._local_params())
         return loss_of(batch, self._last, everywhere=everywhere, call="step")
 
     def eval_step(

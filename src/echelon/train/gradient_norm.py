@@ -25,6 +25,7 @@ from echelon.modules.norms import (
     norms_over_ranks,
 )
 from echelon.modules.sharded_tensor import unmarked
+from echelon.modules.stage_gradients import StageGradient
 
 
 @runtime_checkable
@@ -117,5 +118,6 @@ def _gradients(model: nn.Module) -> list[Tensor]:
                 f"the gradient of {name} is {parameter.grad.layout}: build the layer without "
                 "sparse=True, because norms are taken of dense gradients"
             )
-        gradients.append(parameter.grad.detach())
+        gradient = parameter.grad.detach()
+        gradients.append(unmarked(gradient) if isinstance(gradient, StageGradient) else gradient)
     return gradients

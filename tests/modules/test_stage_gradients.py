@@ -1,0 +1,89 @@
+"""Numbers of one gradient of a stage are those of the model, and no rank sums or compares them."""
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon as ec
+from echelon.errors import UnsupportedError
+from tests import reference
+
+CLOSE = {"rtol": 1e-11, "atol": 1e-13}
+ROWS = reference.rows(0, 4, 6)
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 7), nn.Linear(7, 1)).double()
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def staged(world: ec.World, text: str) -> ec.Pipeline:
+    options = {"fsdp": {"min_num_params": 0}} if "shard" in text else {}
+    plan = ec.Plan.parse(text, microbatches=2, **options)
+    layers = [nn.Sequential(*build()[:2]), nn.Sequential(*build()[2:])]
+    units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
+    model = ec.parallelize(layers, plan, world, loss_fn=mean_square, units=units)
+    assert isinstance(model, ec.Pipeline)
+    model.step(ROWS, target=ROWS)
+    return model
+
+
+# What scripts make of all gradients, one number after the other.
+SUMS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "squares": lambda grads: sum(g.pow(2).sum() for g in grads) ** 0.5,
+    "numbers of Python": lambda grads: sum(g.data.norm(2).item() ** 2 for g in grads) ** 0.5,
+    "added in place": lambda grads: torch.zeros(()).add_(grads[0].norm()) + grads[1].norm() ** 2,
+    "magnitudes": lambda grads: max(g.abs().max() for g in grads),
+    "magnitudes of Python": lambda grads: max(g.abs().max().item() for g in grads),
+    "squares of a vector": lambda grads: torch.cat([g.flatten() for g in grads]).pow(2).sum(),
+    "means in a vector": lambda grads: torch.stack([g.abs().mean() for g in grads]).mean(),
+    "norms in a vector": lambda grads: torch.stack([g.norm() for g in grads]).square().sum(),
+    "norms of a list": lambda grads: torch.stack(torch._foreach_norm(grads)).sum(),
+    "dots": lambda grads: sum(torch.dot(g.flatten(), g.flatten()) for g in grads),
+}
+
+
+def check_sums_of_stages(world: ec.World, text: str) -> None:
+    model = staged(world, text)
+    named = dict(model.named_parameters())
+    expected = build()
+    expected(ROWS).square().mean().backward()
+    for name, param in expected.named_parameters():
+        if name not in named:
+            continue
+        grad, whole = named[name].grad, param.grad
+        for number in (
+            lambda g: g.norm(),
+            lambda g: g.pow(2).sum() / g.abs().mean(),
+            lambda g: g.std() * 2 - g.min(),
+            lambda g: (0.1 / (g.norm() + 1e-6)).clamp(max=1.0),
+        ):
+            torch.testing.assert_close(ec.local_shard(number(grad)), number(whole), **CLOSE)
+            assert math.isclose(number(grad).item(), number(whole).item(), rel_tol=1e-9)
+        average = 0.9 * grad.norm() + 0.1 * grad.abs().mean()  # of one gradient, over steps
+        average.mul_(0.5).add_(grad.norm().item(), alpha=0.5)
+        assert average > grad.min()
+        logged = pickle.loads(pickle.dumps({"norm": grad.norm().item(), "sum": grad.sum()}))
+        assert [type(value) for value in logged.values()] == [float, Tensor]
+        assert json.dumps(round(grad.norm().item(), 3)) == json.dumps(round(whole.norm().item(), 3))
+    grads = [param.grad for param in named.values()]
+    for how, total in SUMS.items():
+        with pytest.raises(UnsupportedError, match=r"ec\.clip_grad_norm_\(model, max_norm\)"):
+            pytest.fail(f"{how}: {total(grads)}")
+
+
+@pytest.mark.parametrize("text", ["pp=2", "pp=2,dp=2", "pp=2,shard=2"])
+def test_a_sum_over_the_gradients_of_stages_is_refused_and_numbers_of_one_are_right(
+    text: str,
+) -> None:
+    ec.run(check_sums_of_stages, ec.Plan.parse(text, microbatches=2).num_ranks, args=(text,))
