@@ -73,9 +73,9 @@ class ProcessWatch:
             steps = StepCounter(self.monitor.record_step, self.monitor.step_rows)
             steps.count()
         if path := error_file():
-            own = steps  # a world that the script makes later counts in its own
+            program_steps = steps  # a world that the script makes later counts in its own
             install_failure_record(
-                path, self.monitor.rank, lambda: f"at step {(counter() or own).number}"
+                path, self.monitor.rank, lambda: f"at step {(counter() or program_steps).number}"
             )
             outlive_termination()
         before, owner = sys.excepthook, os.getpid()
