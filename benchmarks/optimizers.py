@@ -42,7 +42,7 @@ PACKAGES = (
 )  # fmt: skip
 RATE = 0.01
 STEPS = 33
-SECONDS, NBYTES = 240, 8 << 30  # of one class
+SECONDS, NBYTES = 60, 8 << 30  # of one class
 LAYOUTS = {"flat": {}, "rows": {"layout": "rows"}, "flat parameters": {"use_orig_params": False}}
 TOLERANCE = 1e-9  # in float64; optimizers that compute in float32 have their own rounding
 ROUNDING = 1e-4
@@ -205,10 +205,11 @@ def _single(expected: dict[str, Tensor]) -> bool:
 def try_class(cls: type[Optimizer], layouts: list[str], send: Any) -> None:
     """Send the outcomes by layout and number of ranks, or why it does not train by itself."""
     resource.setrlimit(resource.RLIMIT_AS, (NBYTES, NBYTES))
-    faulthandler.dump_traceback_later(SECONDS - 10)
+    faulthandler.dump_traceback_later(2 * SECONDS - 10)
     warnings.simplefilter("ignore")
     with redirect_stdout(StringIO()):
         result = alone(cls)
+        send.send(None)
         if not isinstance(result, str):
             expected = result
             result = {
@@ -227,9 +228,10 @@ def outcomes(cls: type[Optimizer], layouts: list[str]) -> dict[str, str] | str:
     process.start()
     send.close()
     try:
-        if receive.poll(SECONDS):
-            return receive.recv()
-        return {"any": f"ERROR not done after {SECONDS} s"}
+        if not receive.poll(SECONDS):
+            return f"not done after {SECONDS} s"
+        receive.recv()
+        return receive.recv() if receive.poll(SECONDS) else {"any": "ERROR not done"}
     except EOFError:
         process.join()
         return {"any": f"ERROR its process ended with {process.exitcode}"}
