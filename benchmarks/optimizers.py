@@ -18,12 +18,14 @@ import json
 import multiprocessing
 import pkgutil
 import resource
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,29 +44,35 @@ PACKAGES = (
 )  # fmt: skip
 RATE = 0.01
 STEPS = 33
-SECONDS, NBYTES = 240, 8 << 30  # of one class
+SECONDS, NBYTES = 60, 8 << 30  # of one class
 LAYOUTS = {"flat": {}, "rows": {"layout": "rows"}, "flat parameters": {"use_orig_params": False}}
 TOLERANCE = 1e-9  # in float64; optimizers that compute in float32 have their own rounding
 ROUNDING = 1e-4
+
+
+def modules_of(package: str) -> list[ModuleType]:
+    """A package and all modules in it whose needs are installed."""
+    modules = []
+    try:
+        modules.append(importlib.import_module(package))
+        path = getattr(modules[0], "__path__", [])
+        names = [m.name for m in pkgutil.walk_packages(path, f"{package}.", lambda name: None)]
+    except (Exception, SystemExit) as error:
+        print(f"{package}: {type(error).__name__}: {error!s:.80}", file=sys.stderr)
+        return modules
+    for name in names:
+        if "test" not in name:
+            with suppress(Exception, SystemExit):  # what the module needs is not installed
+                modules.append(importlib.import_module(name))
+    return modules
 
 
 def classes(packages: tuple[str, ...]) -> Iterator[tuple[str, type[Optimizer]]]:
     """Every optimizer class of each package once, with the name of the package."""
     seen: set[type] = set()
     for package in packages:
-        try:
-            with redirect_stdout(StringIO()):
-                root = importlib.import_module(package)
-                modules = [root]
-                for info in pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}."):
-                    if "test" not in info.name:
-                        modules.append(importlib.import_module(info.name))
-        except Exception as error:
-            print(f"{package}: {type(error).__name__}: {error!s:.80}")
-            if package not in str(error):
-                modules = [root]
-            else:
-                continue
+        with redirect_stdout(StringIO()):
+            modules = modules_of(package)
         for module in modules:
             for cls in list(vars(module).values()):
                 ours = inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
@@ -205,10 +213,11 @@ def _single(expected: dict[str, Tensor]) -> bool:
 def try_class(cls: type[Optimizer], layouts: list[str], send: Any) -> None:
     """Send the outcomes by layout and number of ranks, or why it does not train by itself."""
     resource.setrlimit(resource.RLIMIT_AS, (NBYTES, NBYTES))
-    faulthandler.dump_traceback_later(SECONDS - 10)
+    faulthandler.dump_traceback_later(2 * SECONDS - 10)
     warnings.simplefilter("ignore")
     with redirect_stdout(StringIO()):
         result = alone(cls)
+        send.send(None)
         if not isinstance(result, str):
             expected = result
             result = {
@@ -227,9 +236,10 @@ def outcomes(cls: type[Optimizer], layouts: list[str]) -> dict[str, str] | str:
     process.start()
     send.close()
     try:
-        if receive.poll(SECONDS):
-            return receive.recv()
-        return {"any": f"ERROR not done after {SECONDS} s"}
+        if not receive.poll(SECONDS):
+            return f"not done after {SECONDS} s"
+        receive.recv()
+        return receive.recv() if receive.poll(SECONDS) else {"any": "ERROR not done"}
     except EOFError:
         process.join()
         return {"any": f"ERROR its process ended with {process.exitcode}"}

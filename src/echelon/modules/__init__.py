@@ -21,6 +21,7 @@
 ``sharded_rules``      the table of what functions of torch do with parts
 ``optimizer_hooks``    checks before each step of an optimizer
 ``plain_steps``        parts are plain tensors in steps of optimizers
+``optimizer_memory``   what an optimizer keeps, and whether parts of a model keep parts of it
 ``optimizer_trial``    whether an optimizer that sees parts trains the same model
 ``partial_steps``      steps over parts, which are refused if they need more
 """
