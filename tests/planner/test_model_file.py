@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import echelon as ec
-from echelon.planner.model_file import read_transformer
+from echelon.planner.model_file import read_transformer, transformer_of
 
 SMALL = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
@@ -33,6 +33,7 @@ def write(folder: Path, value: Any) -> Path:
     return path
 
 
+@pytest.mark.filterwarnings("ignore:.* do not price")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma", "mixtral"])
 def test_the_parameters_of_a_configuration_are_those_of_its_model(
     family: str, tmp_path: Path
@@ -98,6 +99,7 @@ def test_a_family_without_positions_takes_the_length_that_is_given(tmp_path: Pat
     assert read_transformer(path, seq=128).seq == 128
 
 
+@pytest.mark.filterwarnings("ignore:.* do not price")
 def test_heads_have_the_name_of_each_family(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "gpt_neo", hidden_size=64, num_layers=2, num_heads=4, vocab_size=100,
@@ -132,3 +134,29 @@ def test_parts_that_sizes_do_not_say_are_refused(field: dict[str, Any], tmp_path
 def test_a_file_that_is_nested_too_deeply_is_no_json(tmp_path: Path) -> None:
     with pytest.raises(ec.ArgumentError, match="is no JSON"):
         read_transformer(write(tmp_path, "[" * 100_000))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("sliding_window", 128), ("num_nextn_predict_layers", 3), ("use_bias", True),
+     ("something_new", {"rank": 4})],
+)  # fmt: skip
+def test_a_field_that_nobody_reads_is_said(field: str, value: object) -> None:
+    config = {**LLAMA_FIELDS, field: value}
+    with pytest.warns(UserWarning, match=rf"{field} = .* do not price"):
+        transformer_of(config, "m")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("sliding_window", 4096), ("attention_dropout", 0.1), ("rope_theta", 1e4), ("use_cache", True),
+     ("layer_types", ["full_attention"] * 4), ("num_nextn_predict_layers", 0)],
+)  # fmt: skip
+def test_a_field_that_costs_nothing_is_not_said(field: str, value: object) -> None:
+    transformer_of({**LLAMA_FIELDS, field: value}, "m")
+
+
+LLAMA_FIELDS = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+    "vocab_size": 256, "max_position_embeddings": 256, "intermediate_size": 128,
+}  # fmt: skip

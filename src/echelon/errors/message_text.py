@@ -184,7 +184,7 @@ def prefix_advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
             prefix = other.removeprefix(start).removesuffix(local)
             if not (prefix.endswith(".") and other == f"{start}{prefix}{local}"):
                 continue
-            if all(start + prefix + one.removeprefix(start) in known for one in of_section):
+            if all(start + prefix + key.removeprefix(start) in known for key in of_section):
                 path = "".join(f"{{{part!r}: " for part in prefix.removesuffix(".").split("."))
                 closing = "}" * prefix.count(".")
                 return (

@@ -140,10 +140,7 @@ class Pipeline(StagedModule):
         choices = {
             "microbatches": microbatches,
             "schedule": schedule if isinstance(schedule, str) else schedule.name,
-            "loss_reduction": loss_reduction,
-            "reduce_every": reduce_every,
-            "window_nbytes": window_nbytes,
-            "results_everywhere": results_everywhere,
+            **options.facts(),
             **specs.facts(),
         }
         check_choices(stages, choices, group)

@@ -86,6 +86,11 @@ class PipelineOptions:
             checks.integer("window_nbytes", self.window_nbytes)
         checks.function("materialize", self.materialize, "a module", or_none=True)
 
+    def facts(self) -> dict[str, object]:
+        """The options that all ranks give alike."""
+        names = ("loss_reduction", "reduce_every", "window_nbytes", "results_everywhere")
+        return {name: getattr(self, name) for name in names}
+
     def check_effects(self, schedule: Schedule, loss_fn: Callable[..., Any] | None) -> None:
         """Refuse options that would do nothing."""
         if loss_fn is None and self.loss_reduction != "mean":

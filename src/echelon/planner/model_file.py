@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from echelon.checks import integer
 from echelon.errors import ArgumentError
@@ -45,10 +47,29 @@ _NOT_DESCRIBED = {
     "text_config": {},
     "vision_config": {},
 }
+# Fields that change neither sizes nor times, by name or by a part of it. All others are read,
+# refused above, or said: a plan would silently be that of a model without them.
+_FREE = frozenset({
+    "_name_or_path", "architectures", "attention_multiplier", "attn_logit_softcapping", "auto_map",
+    "bos_token_id", "chunk_size_feed_forward", "do_layer_norm_before", "embedding_multiplier",
+    "eos_token_id", "final_logit_softcapping", "finetuning_task", "id2label", "init_device",
+    "is_decoder", "is_encoder_decoder", "label2id", "layer_norm_elementwise_affine",
+    "learned_pos_emb", "logit_scale", "logits_scaling", "max_window_layers", "model_type",
+    "no_bias",
+    "no_rope_layer_interval", "no_rope_layers", "norm_topk_prob", "norm_type",
+    "original_max_position_embeddings", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "parallel_attn", "partial_rotary_factor",
+    "pretraining_tp", "problem_type", "query_pre_attn_scalar", "residual_multiplier",
+    "return_dict", "rotary_dim", "rotary_pct", "router_aux_loss_coef", "scale_attn_weights",
+    "sep_token_id", "torchscript", "transformers_version", "use_cache", "use_parallel_residual",
+})  # fmt: skip
+_FREE_PARTS = ("activation", "hidden_act", "dropout", "pdrop", "init_std", "initializer_range",
+               "norm_eps", "rope", "summary_")  # fmt: skip
 _MAX_NBYTES = 1 << 24
 # What a file of weights is in says how they are kept; others compute at rates that are not known.
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 _PRICED_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_WINDOWS = ("sliding_window", "window_size")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 
 
@@ -93,10 +114,52 @@ def transformer_of(value: Mapping[str, Any], name: str, seq: int | None = None) 
         sizes = _of_fields(value, name)
     else:  # a family without positions does not say how long a sequence is
         without = seq is not None and not any(field in value for field in _NAMES["seq"])
-        sizes = _of_config({**value, "n_ctx": seq} if without else value, name)
+        config = _ReadFields({**value, "n_ctx": seq} if without else value)
+        sizes = _of_config(config, name)
+        _say_unpriced(config, name, seq or sizes["seq"])
     if seq is not None:
         sizes["seq"] = seq
     return Transformer(**sizes)
+
+
+@final
+class _ReadFields(dict[str, Any]):
+    """The fields of a configuration; it knows those that were looked at."""
+
+    def __init__(self, fields_given: Mapping[str, Any]) -> None:
+        super().__init__(fields_given)
+        self.looked_at: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.looked_at.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.looked_at.add(name)
+        return super().get(name, default)
+
+
+def _say_unpriced(config: _ReadFields, file: str, seq: int) -> None:
+    """Warn of fields that nobody has read, and that may change sizes or times."""
+    looked_at = {*config.looked_at, *chain(*_NAMES.values()), *_INNER, *_DTYPE_FIELDS}
+    unread = {
+        name: value
+        for name, value in config.items()
+        if (value is True or value not in (None, False, 0, 1, "", [], {}))
+        and name not in looked_at | _FREE
+        and not any(part in name for part in _FREE_PARTS)
+        and not (name in _WINDOWS and isinstance(value, int) and value >= seq)
+        and not (name.endswith("bias") and config["model_type"] in _WITH_BIASES)
+        and not (name == "layer_types" and {*config[name]} == {"full_attention"})
+    }
+    if unread:
+        text = ", ".join(f"{name} = {value!r:.40}" for name, value in [*unread.items()][:6])
+        more = f" and {len(unread) - 6} more" if len(unread) > 6 else ""
+        warnings.warn(
+            f"model {file!r:.200} has {text}{more}, which plans do not price: they are those of a "
+            "model without it. A window of attention, for example, is priced as all of it",
+            stacklevel=4,
+        )
 
 
 def _of_fields(value: Mapping[str, Any], file: str) -> dict[str, Any]:
