@@ -6,15 +6,20 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/, "Text-base
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
+from echelon.errors import ArgumentError
 from echelon.observe.trackers.tracker import TrackedRun
-from echelon.process.atomic_files import replace_file
+from echelon.process.atomic_files import remove_file, replace_file
+from echelon.process.plain_file import open_plain
 
+_FIRST = b"# TYPE echelon_"  # how every file of ours begins
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -76,6 +81,9 @@ class PrometheusFile:
         place: the file, such as one in the textfile folder of the node exporter; None:
             ``metrics.prom`` in the folder of the run. Each rank has its own beside it if each is
             tracked.
+
+    Raises:
+        ArgumentError: a file is there that such a run has not written. Such a file stays.
     """
 
     def __init__(self, run: TrackedRun, place: str | None) -> None:
@@ -83,6 +91,7 @@ class PrometheusFile:
         if run.rank is not None:
             path = path.with_name(f"{path.stem}-rank-{run.rank}{path.suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign(path)
         self._path = path
         self._values = PrometheusValues(run)
 
@@ -90,11 +99,35 @@ class PrometheusFile:
         """Take nothing: options are no numbers that change."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Replace the file."""
+        """Replace the file.
+
+        Raises:
+            ArgumentError: somebody has put another file there meanwhile.
+        """
+        _refuse_foreign(self._path)
         self._values.update(values, step, time.time())
         # The node exporter reads *.prom, so it does not see the file before it has this name.
         replace_file(self._path, self._values.text().encode(), sync=False)
 
     def close(self) -> None:
         """Remove the file, so that nobody takes its values for those of a run."""
-        self._path.unlink(missing_ok=True)
+        if _is_ours(self._path):
+            remove_file(self._path)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether there is a file that this tracker has written, in this run or in one before."""
+    try:
+        with open_plain(path, sys.maxsize) as file:
+            return file.read(len(_FIRST)) == _FIRST
+    except OSError:  # nothing, or what such a run does not leave: a link, a pipe, a locked file
+        return False
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse what is there unless it is ours."""
+    if os.path.lexists(path) and not _is_ours(path):
+        raise ArgumentError(
+            f"the tracker prometheus does not write to {path}, because something is there that it "
+            "has not written: name another file, or remove that one yourself"
+        )
