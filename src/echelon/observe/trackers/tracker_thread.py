@@ -6,9 +6,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 from echelon.observe.trackers.tracker import Tracker
+from echelon.process.background_threads import run_in_background
 
 _Call = Callable[[Tracker], None]
 
@@ -36,8 +38,7 @@ class TrackerThread:
         self._calls: queue.Queue[_Call | None] = queue.Queue(MOST_WAITING)
         self._is_open = threading.Event()
         self._trouble: str | None = None
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
-        self._thread.start()
+        self._thread = run_in_background(f"tracker {name}", self._work, stop=self._ask_to_close)
         if not self._is_open.wait(open_s):
             # It may open yet: the queue keeps what comes until then.
             self._trouble = f"has not opened within {open_s:g} s"
@@ -61,6 +62,11 @@ class TrackerThread:
             self._calls.put_nowait(call)
         except queue.Full:
             self._trouble = f"is {MOST_WAITING} calls behind"
+
+    def _ask_to_close(self) -> None:
+        """Have the tracker closed after all calls, where a script ends that has not done it."""
+        with suppress(queue.Full):  # it is so far behind that it would not come to this, either
+            self._calls.put_nowait(None)
 
     def close(self, close_s: float) -> None:
         """Close the tracker after all calls, and wait for that."""
