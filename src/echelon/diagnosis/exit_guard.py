@@ -100,13 +100,15 @@ def outlive_termination() -> None:
         return
     owner = os.getpid()
 
+    def end_later(number: int) -> None:
+        time.sleep(time_limits.LAST_WORDS_S)
+        os.kill(owner, number)
+
     def end_soon(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
         if os.getpid() != owner:  # a fork of this process, such as a worker that loads data
             os.kill(os.getpid(), number)
-        timer = threading.Timer(time_limits.LAST_WORDS_S, os.kill, (owner, number))
-        timer.daemon = True
-        timer.start()
+        run_in_background("echelon last words", end_later, number, until_the_end=True)
 
     signal.signal(signal.SIGTERM, end_soon)
     # On the way out a signal must not change the exit code: the agent may already see a follower.

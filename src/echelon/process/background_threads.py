@@ -43,12 +43,14 @@ def run_in_background(
     *args: object,
     stop: Callable[[], object] | None = None,
     until_the_end: bool = False,
+    stops_in_debugger: bool = True,
 ) -> threading.Thread:
     """Call ``target(*args)`` on a thread of that name, which the end of the script does not await.
 
     Args:
         stop: a method that asks the thread to end; it is called at the end of the script.
         until_the_end: the thread uses nothing of torch, and may run as long as the process does.
+        stops_in_debugger: whether debugpy traces the thread, and may stop it.
 
     Example:
         >>> thread = run_in_background("sum", print, 1 + 2)
@@ -56,6 +58,9 @@ def run_in_background(
         >>> thread.join()
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    if not stops_in_debugger:
+        untraced: Any = thread
+        untraced.pydev_do_not_trace = True
     if not until_the_end:
         _started[thread] = None if stop is None else weakref.WeakMethod(stop)
     thread.start()

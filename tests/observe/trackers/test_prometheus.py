@@ -1,4 +1,5 @@
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -105,16 +106,71 @@ def test_each_rank_has_a_file_if_each_is_tracked(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_of_somebody_else_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
-    place, run = tmp_path / "notes.prom", TrackedRun(folder=tmp_path, name="gpt")
-    place.write_text("mine")
-    with pytest.raises(FileExistsError, match="file of somebody else"):
+def _put(path: Path, kind: str) -> None:
+    if kind == "a file":
+        path.write_text("of a user")
+    elif kind == "an empty file":
+        path.touch()
+    elif kind == "a link":
+        (path.parent / "key").write_text("secret")
+        path.symlink_to("key")
+    elif kind == "a link to nothing":
+        path.symlink_to("nothing")
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+KINDS = ("a file", "an empty file", "a link", "a link to nothing", "a pipe", "a folder")
+
+
+def _seen(folder: Path) -> list[tuple[str, int, int, bytes]]:
+    return [
+        (
+            each.name,
+            each.lstat().st_ino,
+            each.lstat().st_mode,
+            (each.is_file() and each.read_bytes()) or b"",
+        )
+        for each in sorted(folder.iterdir())
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_user_has_at_the_path_is_neither_written_nor_removed(
+    kind: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "gpt.prom"
+    run = TrackedRun(folder=tmp_path, name="gpt")
+    _put(place, kind)
+    before = _seen(tmp_path)
+    with pytest.raises(ec.errors.ArgumentError, match="it has not written"):
         PrometheusFile(run, str(place))
+    assert _seen(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_user_puts_at_the_path_during_a_run_stays(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "gpt.prom"
+    tracker = PrometheusFile(TrackedRun(folder=tmp_path, name="gpt"), str(place))
+    tracker.log({"loss": 1.0}, 1)
     place.unlink()
-    tracker = PrometheusFile(run, str(place))
-    tracker.log({"train/loss": 1.0}, 1)
-    place.write_text("mine")
-    for call in (tracker.close, lambda: tracker.log({"train/loss": 1.0}, 2)):
-        with pytest.raises(FileExistsError, match="file of somebody else"):
-            call()
-    assert place.read_text() == "mine"
+    _put(place, kind)
+    before = _seen(tmp_path)
+    with pytest.raises(ec.errors.ArgumentError, match="it has not written"):
+        tracker.log({"loss": 2.0}, 2)
+    tracker.close()
+    assert _seen(tmp_path) == before
+
+
+def test_the_file_of_a_killed_run_is_replaced_and_removed(tmp_path: Path) -> None:
+    place = tmp_path / "gpt.prom"
+    run = TrackedRun(folder=tmp_path, name="gpt")
+    PrometheusFile(run, str(place)).log({"loss": 1.0}, 1)
+    later = PrometheusFile(run, str(place))
+    later.log({"loss": 2.0}, 2)
+    assert "echelon_loss{" in place.read_text()
+    assert "2.0" in place.read_text()
+    later.close()
+    assert list(tmp_path.iterdir()) == []

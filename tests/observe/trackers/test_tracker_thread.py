@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 
@@ -90,3 +92,20 @@ def test_training_waits_for_no_tracker_that_is_slow(monkeypatch: pytest.MonkeyPa
     tracker.go.set()
     thread.close(60)
     assert tracker.calls == [0, 1, 2, "close"]
+
+
+def test_a_tracker_that_no_script_closes_has_all_calls_at_the_end() -> None:
+    script = """
+from echelon.observe.trackers.tracker_thread import TrackerThread
+class Printing:
+    def config(self, values): pass
+    def log(self, values, step): print("step", step, flush=True)
+    def close(self): print("closed", flush=True)
+thread = TrackerThread("printing", Printing)
+for step in range(3):
+    thread.put(lambda tracker, step=step: tracker.log({}, step))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split("\n") == ["step 0", "step 1", "step 2", "closed", ""]

@@ -19,6 +19,7 @@ from typing import Any, Self, final
 
 from echelon.comm.threads.installation import Installation
 from echelon.comm.threads.running_time import stopped_time
+from echelon.process.background_threads import run_in_background
 from echelon.process.replacement import Replacement
 
 _LOOK_S = 0.05
@@ -84,11 +85,9 @@ class DebuggerWatch:
     def look(self) -> None:
         """Have a thread look at the stacks from now on, if debugpy is attached."""
         if self._looking is None and _is_attached():
-            self._looking = threading.Thread(target=self._look_on, name="debugger watch")
-            self._looking.daemon = True
-            thread: Any = self._looking
-            thread.pydev_do_not_trace = True
-            thread.start()
+            self._looking = run_in_background(
+                "debugger watch", self._look_on, stop=self._ended.set, stops_in_debugger=False
+            )
 
     def _look_at_stacks(self) -> None:
         """Stop the clock if a thread is in the debugger now, or let it run again."""

@@ -6,18 +6,21 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/, "Text-base
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
+from echelon.errors import ArgumentError
 from echelon.observe.trackers.tracker import TrackedRun
-from echelon.process.atomic_files import replace_file
+from echelon.process.atomic_files import remove_file, replace_file
 from echelon.process.plain_file import open_plain
 
+_FIRST = b"# TYPE echelon_"  # how every file of ours begins
 _FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
-_BEGINNING = b"# TYPE echelon_"  # of every file that this tracker writes
 
 
 class PrometheusValues:
@@ -67,20 +70,6 @@ def _number_text(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-def _refuse_foreign(path: Path) -> None:
-    """Raise a FileExistsError if there is a file that no tracker has written."""
-    try:
-        with open_plain(path) as file:
-            is_ours = file.read(len(_BEGINNING)) == _BEGINNING
-    except FileNotFoundError:
-        return
-    if not is_ours:
-        raise FileExistsError(
-            f"{path} is a file of somebody else, which the values of the run would replace: give "
-            "Prometheus another path"
-        )
-
-
 @final
 class PrometheusFile:
     """Writes the newest values into a file, which is whole whenever somebody reads it.
@@ -88,13 +77,13 @@ class PrometheusFile:
     The file goes when the run ends; that of a run that was killed stays, and its time stamp grows
     old.
 
-    Raises:
-        FileExistsError: there is a file that no tracker has written.
-
     Args:
         place: the file, such as one in the textfile folder of the node exporter; None:
             ``metrics.prom`` in the folder of the run. Each rank has its own beside it if each is
             tracked.
+
+    Raises:
+        ArgumentError: a file is there that such a run has not written. Such a file stays.
     """
 
     def __init__(self, run: TrackedRun, place: str | None) -> None:
@@ -110,13 +99,35 @@ class PrometheusFile:
         """Take nothing: options are no numbers that change."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Replace the file."""
-        self._values.update(values, step, time.time())
+        """Replace the file.
+
+        Raises:
+            ArgumentError: somebody has put another file there meanwhile.
+        """
         _refuse_foreign(self._path)
+        self._values.update(values, step, time.time())
         # The node exporter reads *.prom, so it does not see the file before it has this name.
         replace_file(self._path, self._values.text().encode(), sync=False)
 
     def close(self) -> None:
         """Remove the file, so that nobody takes its values for those of a run."""
-        _refuse_foreign(self._path)
-        self._path.unlink(missing_ok=True)
+        if _is_ours(self._path):
+            remove_file(self._path)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether there is a file that this tracker has written, in this run or in one before."""
+    try:
+        with open_plain(path, sys.maxsize) as file:
+            return file.read(len(_FIRST)) == _FIRST
+    except OSError:  # nothing, or what such a run does not leave: a link, a pipe, a locked file
+        return False
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse what is there unless it is ours."""
+    if os.path.lexists(path) and not _is_ours(path):
+        raise ArgumentError(
+            f"the tracker prometheus does not write to {path}, because something is there that it "
+            "has not written: name another file, or remove that one yourself"
+        )

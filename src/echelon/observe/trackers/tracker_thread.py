@@ -38,7 +38,7 @@ class TrackerThread:
         self._calls: queue.Queue[_Call | None] = queue.Queue(MOST_WAITING)
         self._is_open = threading.Event()
         self._trouble: str | None = None
-        self._thread = run_in_background(f"tracker {name}", self._work, stop=self._end)
+        self._thread = run_in_background(f"tracker {name}", self._work, stop=self._ask_to_close)
         if not self._is_open.wait(open_s):
             # It may open yet: the queue keeps what comes until then.
             self._trouble = f"has not opened within {open_s:g} s"
@@ -54,10 +54,6 @@ class TrackerThread:
             self._trouble = f"failed: {type(error).__name__}: {error}"
             self._is_open.set()
 
-    def _end(self) -> None:
-        with suppress(queue.Full):  # it is told to end then
-            self._calls.put_nowait(None)
-
     def put(self, call: _Call) -> None:
         """Have ``call`` made after those before it."""
         if not self._thread.is_alive():
@@ -66,6 +62,11 @@ class TrackerThread:
             self._calls.put_nowait(call)
         except queue.Full:
             self._trouble = f"is {MOST_WAITING} calls behind"
+
+    def _ask_to_close(self) -> None:
+        """Have the tracker closed after all calls, where a script ends that has not done it."""
+        with suppress(queue.Full):  # it is so far behind that it would not come to this, either
+            self._calls.put_nowait(None)
 
     def close(self, close_s: float) -> None:
         """Close the tracker after all calls, and wait for that."""
