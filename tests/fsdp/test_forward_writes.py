@@ -281,3 +281,21 @@ def attributes(world: ec.World) -> None:
 
 def test_a_forward_leaves_no_attribute_on_parameters():
     run_world("threads", attributes, 2)
+
+
+def evaluates_before_a_step(world: ec.World) -> None:
+    torch.manual_seed(0)
+    model = ec.FSDP(nn.Linear(4, 3), world.group, min_num_params=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        model.train()
+        optimizer.step()  # of a rank that need not wait for the others
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_step_of_another_rank_after_an_evaluation_is_no_write_of_this_one(kind: str):
+    run_world(kind, evaluates_before_a_step, 3)

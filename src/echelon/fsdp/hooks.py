@@ -134,10 +134,10 @@ class Hooks:
             raise
         finally:
             self.depth -= 1
+        if not self.depth:
+            self._post_forward(0, output)  # it reads parameters, which others may write after this
         if is_outermost:
             self._end_forward()
-        if not self.depth:
-            self._post_forward(0, output)
         if is_outermost and not self.units[0].module.training:
             self._reshard_after_evaluation()
         return output
