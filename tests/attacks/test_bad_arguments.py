@@ -276,6 +276,8 @@ CALLS: dict[Callable[..., Any], Callable[[ec.World], dict[str, Any]]] = {
         "loss_fn": torch.nn.functional.mse_loss,
         "optimizer": torch.optim.SGD,
     },
+    ec.EMA: lambda world: {"model": torch.nn.Linear(1, 1)},
+    ec.all_gather_rows: lambda world: {"tensor": torch.ones(2), "group": world.group},
     ec.clip_grad_norm_: lambda world: {"model": torch.nn.Linear(1, 1), "max_norm": 1.0},
     ec.observe.CommMeter: lambda world: {"rank": 0},
     ec.observe.MemoryMeter: lambda world: {"rank": 0},

@@ -86,6 +86,8 @@ def draw_fsdp(dice: Dice, case: Spec) -> Spec:
         options["init"] = dice.choice(("verify", "trust"))
     if dice.chance(0.2):
         options["precision"] = dice.choice(PRECISIONS)
+    if dice.chance(0.4):
+        options["check_replicas"] = dice.choice((0, 1, 2, 3))
     return options
 
 
@@ -154,6 +156,8 @@ def draw_pipeline(dice: Dice, case: Spec) -> Spec:
         options["reduce_every"] = "microbatch"
     if dice.chance(0.3):
         options["loss_reduction"] = "sum"
+    if dice.chance(0.2):
+        options["results_everywhere"] = True
     options |= draw_chunk_specs(Dice(f"extras {case['seed']}"))
     draw = ModelDraw(dice, staged=True)
     num_stages = pp * options["chunks"]

@@ -235,13 +235,16 @@ class StageRun:
             self.optimizer.zero_grad()
         self.toggles.apply(number)
         batch = inputs(self.case, self.stages, number, self.replica)
-        given: dict[str, Any] = {"target": batch.target, "loss_everywhere": True, **batch.kwargs}
+        everywhere = (
+            {} if "results_everywhere" in self.case["options"] else {"loss_everywhere": True}
+        )
+        given: dict[str, Any] = {"target": batch.target, **everywhere, **batch.kwargs}
         loss = self.pipe.step(*batch.args, **given)
         same(f"step {number}: loss", loss, self.expected.losses[number][self.replica])
         wanted = self.expected.evaluations[number]
         if wanted is not None:
             batch = inputs(self.case, self.stages, number, 0)
-            given = {"target": batch.target, "loss_everywhere": True, **batch.kwargs}
+            given = {"target": batch.target, **everywhere, **batch.kwargs}
             self.pipe.eval()
             loss = self.pipe.eval_step(*batch.args, **given)
             self.pipe.train()
