@@ -84,49 +84,14 @@ class StageNumber(_IsOfAStage):
         if func in _ADDING:
             _check_one_source(numbers)
         result = call_plain(func, args, named)
-        if type(result) is Tensor or func is Tensor.item:
-            return number_of_stage(result, _source_of(numbers))
-        return result
-
-
-class _StageFloat(float):
-    """The same as a number of Python."""
-
-    _source: int | None = None
-
-    def __reduce__(self) -> Any:
-        return float, (float(self),)
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    function = getattr(float, name)
-
-    def apply(self: _StageFloat, *others: Any) -> Any:
-        numbers = [value for value in (self, *others) if isinstance(value, _StageFloat)]
-        if name in _ADDING_FLOATS:
-            _check_one_source(numbers)
-        return number_of_stage(function(self, *others), _source_of(numbers))
-
-    return apply
-
-
-_ADDING_FLOATS = ("__add__", "__radd__", "__lt__", "__le__", "__gt__", "__ge__")
-for _name in (
-    *("__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
-    *("__pow__", "__abs__", "__neg__", "__pos__", *_ADDING_FLOATS),
-):
-    setattr(_StageFloat, _name, _operator(_name))
+        return number_of_stage(result, _source_of(numbers))
 
 
 def number_of_stage(value: Any, source: int | None) -> Any:
     """Mark a floating-point number of one gradient of a stage; other values stay as they are."""
-    if type(value) is float:
-        value = _StageFloat(value)
-    elif type(value) is Tensor and value.numel() == 1 and value.is_floating_point():
+    if type(value) is Tensor and value.numel() == 1 and value.is_floating_point():
         value.__class__ = StageNumber  # in place: it may be what a script adds to
-    else:
-        return value
-    value._source = source
+        cast(StageNumber, value)._source = source
     return value
 
 
@@ -222,11 +187,6 @@ def _gradients_in(args: Sequence[Any]) -> list[StageGradient]:
     return [gradient for gradient in args if isinstance(gradient, StageGradient)]
 
 
-def _element(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The number of a gradient with one element."""
-    return number_of_stage(call_plain(func, args, kwargs), args[0]._source)
-
-
 _KEEPING = (
     *functions("detach to float double half bfloat16 cpu contiguous", Tensor),
     *functions("view reshape flatten ravel view_as reshape_as", Tensor),
@@ -248,6 +208,5 @@ STAGE_RULES |= {
     **dict.fromkeys(_KEEPING, _marked_again),
     **dict.fromkeys(functions("clone"), _cloned),
     **dict.fromkeys(functions("sum nansum mean prod max min amax amin std var dot vdot"), _reduced),
-    Tensor.item: _element,
     torch._amp_foreach_non_finite_check_and_unscale_: _scaled,
 }
