@@ -104,11 +104,11 @@ _MARKED = (ShardedTensor, StageGradient, JoinedStages)
 
 def _marked_in(values: Iterable[Any], seen: set[int]) -> list[Tensor]:
     """The marked tensors of these values, and of containers and other optimizers among them."""
-    found: list[Tensor] = []
+    marked: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             if type(value) in _MARKED:
-                found.append(value)
+                marked.append(value)
         elif isinstance(value, dict | list | tuple | deque | Optimizer) and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, Optimizer):
@@ -117,8 +117,8 @@ def _marked_in(values: Iterable[Any], seen: set[int]) -> list[Tensor]:
                 ]
             else:
                 items = value.values() if isinstance(value, dict) else value
-            found += _marked_in(items, seen)
-    return found
+            marked += _marked_in(items, seen)
+    return marked
 
 
 def _set_class(tensor: Tensor, cls: type[Tensor]) -> None:
