@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -303,6 +304,27 @@ def methods_of_an_own_optimizer(job: Job) -> Any:
         found += [optimizer.sizes(), optimizer.slopes(), optimizer.moved(), optimizer.momenta()]
         found.append(optimizer.kept())
     return found
+
+
+class _KeepsFirst(torch.optim.SGD):
+    """Has a state from its constructor on."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["first"] = param.detach().clone()
+
+
+@right
+def a_state_from_a_constructor_is_saved_and_loaded(job: Job) -> Any:
+    optimizer = _KeepsFirst(job.params, lr=0.1)
+    for _ in range(2):
+        job.train(optimizer)
+        file = BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file))
+    job.train(optimizer)
 
 
 class _WithoutHooks(torch.optim.Optimizer):

@@ -80,8 +80,13 @@ def _make_plain(optimizer: Optimizer) -> None:
     every: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     params = [param for param in every if type(param) is ShardedParameter]
     seen: set[int] = set()
+    with DisableTorchFunctionSubclass():
+        marked = _marked_in([param.grad for param in every], seen)
+    gradients = {id(gradient) for gradient in marked}
     for value in _marked_in([optimizer.state], seen):
-        _set_class(value, Tensor)
+        if id(value) not in gradients:
+            _set_class(value, Tensor)
+            vars(value).pop("_sharding", None)  # or it could not be saved
     if params and _cut.get(optimizer) != id(optimizer.state):
         if optimizer not in _cut:
             # Some wrappers do not call the constructor of torch, which makes it.
@@ -89,8 +94,6 @@ def _make_plain(optimizer: Optimizer) -> None:
             optimizer.register_load_state_dict_post_hook(_state_is_another)
         _take_parts(optimizer, params)
         _cut[optimizer] = id(optimizer.state)
-    with DisableTorchFunctionSubclass():
-        marked = _marked_in([param.grad for param in every], seen)
     marked += _marked_in([optimizer], seen)
     _plain[optimizer] = [(tensor, type(tensor)) for tensor in (*params, *marked)]
     for tensor in marked:
