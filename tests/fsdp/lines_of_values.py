@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -260,6 +262,121 @@ def copied_parameter(job: Job) -> Any:
     twin = copy.deepcopy(job.inner.head.weight)
     job.train(job.sgd())
     return (job.inner.head.weight - twin).norm(), twin.shape, isinstance(twin, nn.Parameter)
+
+
+class _Logs(torch.optim.SGD):
+    """A user's optimizer with methods of its own, which are called outside of steps, too."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.first = [p.detach().clone() for p in self._params()]
+        self.at_start = [p.norm() for p in self.first]
+        self.zeros = [torch.zeros_like(p) for p in self._params()]
+
+    def _params(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def sizes(self) -> list[Tensor]:
+        return [p.clone().norm() for p in self._params()]
+
+    def slopes(self) -> list[Tensor]:
+        return [p.grad.clone().abs().max() for p in self._params() if p.grad is not None]
+
+    def moved(self) -> list[Tensor]:
+        now = [p.detach().clone() for p in self._params()]
+        kept = [n.sub(f).square().mean() for n, f in zip(now, self.first, strict=True)]
+        return kept
+
+    def momenta(self) -> list[float]:
+        of_params = [self.state[p].get("momentum_buffer", p) for p in self._params()]
+        pairs = zip(self._params(), of_params, strict=True)
+        return [(p * 0 + m).abs().sum().item() for p, m in pairs]
+
+    def kept(self) -> list[list[Tensor]]:
+        return [self.at_start, [p.norm() for p in self.first], [p.sum() for p in self.zeros]]
+
+
+@right
+def methods_of_an_own_optimizer(job: Job) -> Any:
+    optimizer, found = _Logs(job.params, lr=0.1, momentum=0.9), []
+    for step in range(3):
+        job.train(optimizer, steps=step)
+        found += [optimizer.sizes(), optimizer.slopes(), optimizer.moved(), optimizer.momenta()]
+        found.append(optimizer.kept())
+    return found
+
+
+class _KeepsFirst(torch.optim.SGD):
+    """Has a state from its constructor on."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["first"] = param.detach().clone()
+
+
+@right
+def a_state_from_a_constructor_is_saved_and_loaded(job: Job) -> Any:
+    optimizer = _KeepsFirst(job.params, lr=0.1)
+    for _ in range(2):
+        job.train(optimizer)
+        file = BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file))
+    job.train(optimizer)
+
+
+class _WithoutHooks(torch.optim.Optimizer):
+    """Steps that run no hooks, as its constructor does not call that of torch."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state = inner.state
+        self.norms: list[list[Tensor]] = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        self.norms.append([])
+        for param in self.param_groups[0]["params"]:
+            slow = self.state[param].setdefault("slow", torch.clone(param.data).detach())
+            self.norms[-1].append(param.data.clone().norm())
+            param.data.mul_(0.5 / param.data.clone().norm().clamp(min=1.0)).add_(slow, alpha=0.5)
+            slow.data.copy_(param)
+
+
+@right
+def a_step_without_hooks(job: Job) -> Any:
+    optimizer = _WithoutHooks(job.sgd())
+    job.train(optimizer, steps=3)
+    return optimizer.norms
+
+
+class _WithHooksOfItsOwn(_WithoutHooks):
+    """Steps that run the hooks of a step, with no other attribute of torch's constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self._patch_step_function()
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        for param, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            torch._foreach_lerp_([param.data], [slow], weight=0.5)
+            torch._foreach_copy_([slow], [param.data])
+
+
+@right
+def a_step_with_hooks_of_a_wrapper(job: Job) -> Any:
+    optimizer = _WithHooksOfItsOwn(job.sgd())
+    job.train(optimizer, steps=3)
+    return [slow.norm() for slow in optimizer.slow]
 
 
 @refused

@@ -94,7 +94,7 @@ class Memory:
 
     def _add(self, value: Tensor, name: str, place: int | None) -> None:
         kept = self._shared if place is None else self._states[place]
-        kept[name] = value.to(torch.float64, copy=True).cpu()
+        kept[name] = local_shard(value).to(torch.float64, copy=True).cpu()
 
     def _by_element(self, numel: int) -> dict[str, Tensor]:
         """What is kept of parameters, laid at their elements; NaN where nothing is kept."""

@@ -1,14 +1,16 @@
 """Steps of optimizers, in which parameters and gradients are plain tensors of this rank's parts.
 
 An optimizer that takes each element by itself needs nothing but the parts, and torch's fused and
-foreach forms take plain tensors only. So the classes of parameters and gradients are switched after
-all other hooks before a step, and back before all other hooks after it. A step that raises runs no
-hook after it: then the next forward, backward or step switches back.
+foreach forms take plain tensors only. So the classes of parameters, of gradients and of what the
+optimizer has copied of them are switched after all other hooks before a step, and back before all
+other hooks after it. Only ``optimizer.state`` stays plain. A step that raises runs no hook after
+it: then the next forward, backward or step switches back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,11 +21,10 @@ from torch.optim.optimizer import Optimizer
 
 from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor, sharding_of
+from echelon.modules.stage_gradients import JoinedStages, StageGradient
 
-_Switched = tuple[Sequence[nn.Parameter], Sequence[Tensor]]
-
-# By optimizer whose step is under way: what is plain meanwhile.
-_plain: WeakKeyDictionary[Optimizer, _Switched] = WeakKeyDictionary()
+# By optimizer whose step is under way: what is plain meanwhile, and of which class it is.
+_plain: WeakKeyDictionary[Optimizer, list[tuple[Tensor, type[Tensor]]]] = WeakKeyDictionary()
 # By optimizer, the id of the state that consists of parts; 0 after a load.
 _cut: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
@@ -78,20 +79,53 @@ def _with_parts(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[]
 def _make_plain(optimizer: Optimizer) -> None:
     every: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     params = [param for param in every if type(param) is ShardedParameter]
-    if not params:
-        return
-    if _cut.get(optimizer) != id(optimizer.state):
+    seen: set[int] = set()
+    with DisableTorchFunctionSubclass():
+        marked = _marked_in([param.grad for param in every], seen)
+    gradients = {id(gradient) for gradient in marked}
+    for value in _marked_in([optimizer.state], seen):
+        if id(value) not in gradients:
+            _set_class(value, Tensor)
+            vars(value).pop("_sharding", None)  # or it could not be saved
+    if params and _cut.get(optimizer) != id(optimizer.state):
         if optimizer not in _cut:
+            # Some wrappers do not call the constructor of torch, which makes it.
+            vars(optimizer).setdefault("_optimizer_load_state_dict_post_hooks", OrderedDict())
             optimizer.register_load_state_dict_post_hook(_state_is_another)
         _take_parts(optimizer, params)
         _cut[optimizer] = id(optimizer.state)
-    with DisableTorchFunctionSubclass():
-        gradients = [param.grad for param in params]
-    parts = [gradient for gradient in gradients if type(gradient) is ShardedTensor]
-    for tensors, cls in ((parts, Tensor), (params, nn.Parameter)):
-        for tensor in tensors:
-            setattr(tensor, "__class__", cls)  # noqa: B010  (mypy knows the narrower class)
-    _plain[optimizer] = params, parts
+    marked += _marked_in([optimizer], seen)
+    _plain[optimizer] = [(tensor, type(tensor)) for tensor in (*params, *marked)]
+    for tensor in marked:
+        _set_class(tensor, Tensor)
+    for param in params:
+        _set_class(param, nn.Parameter)
+
+
+_MARKED = (ShardedTensor, StageGradient, JoinedStages)
+
+
+def _marked_in(values: Iterable[Any], seen: set[int]) -> list[Tensor]:
+    """The marked tensors of these values, and of containers and other optimizers among them."""
+    marked: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) in _MARKED:
+                marked.append(value)
+        elif isinstance(value, dict | list | tuple | deque | Optimizer) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Optimizer):
+                items: Iterable[Any] = [
+                    v for key, v in vars(value).items() if not key.startswith("_optimizer_")
+                ]
+            else:
+                items = value.values() if isinstance(value, dict) else value
+            marked += _marked_in(items, seen)
+    return marked
+
+
+def _set_class(tensor: Tensor, cls: type[Tensor]) -> None:
+    setattr(tensor, "__class__", cls)  # noqa: B010  (mypy knows the narrower class)
 
 
 def _state_is_another(optimizer: Optimizer) -> None:
@@ -109,8 +143,5 @@ def _take_parts(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def _restore(optimizer: Optimizer) -> None:
-    params, parts = _plain.pop(optimizer, ((), ()))
-    for param in params:
-        param.__class__ = ShardedParameter
-    for gradient in parts:
-        gradient.__class__ = ShardedTensor
+    for tensor, cls in _plain.pop(optimizer, ()):
+        _set_class(tensor, cls)

@@ -33,9 +33,6 @@ from echelon.modules.sharded_tensor import (
 )
 
 _MAX_FRAMES = 8  # between an optimizer and this file, for modes of torch and of simulated ranks
-# Calls hooks of users before and after a step, with the optimizer as its own ``self``.
-_STEP_WITH_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
-_CLOSURES = "echelon.modules.plain_steps"  # calls closures of users inside of a step
 
 
 def functions(names: str, *owners: Any) -> Iterator[Callable[..., Any]]:
@@ -59,15 +56,13 @@ def is_called_by(module: str) -> bool:
 
 
 def is_called_by_optimizer() -> bool:
-    """Whether an optimizer has called: the state that it makes is plain, as in its steps.
+    """Whether an optimizer has called, whose states are plain tensors of this rank's parts.
 
-    Hooks and closures are code of users, who see parts there.
+    It may use them beside parts outside of a step, too. What it computes of parts stays parts.
     """
     frame = sys._getframe(2)
     for _ in range(_MAX_FRAMES):
         name = frame.f_globals.get("__name__", "")
-        if frame.f_code is _STEP_WITH_HOOKS or name == _CLOSURES:
-            return False
         if name.startswith("torch.optim.") and not name.endswith(("swa_utils", "lr_scheduler")):
             return True
         if isinstance(frame.f_locals.get("self"), Optimizer):

@@ -24,7 +24,6 @@ from echelon.modules.norms import norms_over_ranks
 from echelon.modules.sharded_arithmetic import (
     functions,
     is_called_by,
-    is_called_by_optimizer,
     without_gradient,
 )
 from echelon.modules.sharded_reductions import along_rows, counted, dims_within
@@ -197,7 +196,7 @@ def _foreach_norm(
         for tensor, sharding in zip(tensors, shardings, strict=True)
     ]
     complete = _complete(norms, order, shardings)
-    if not staged or is_called_by_optimizer():
+    if not staged:
         return complete
     pairs = zip(complete, shardings, strict=True)
     return [
@@ -250,7 +249,7 @@ def _finished(value: Any) -> Any:
         values = list(torch.atleast_1d(plain).unbind())
         whole = torch.stack(_complete(values, value._order, value._shardings)).view(plain.shape)
         staged = [s for s in value._shardings if s is not None and s.is_staged]
-        if not staged or is_called_by_optimizer():
+        if not staged:
             return whole
         return (
             whole.as_subclass(JoinedStages)

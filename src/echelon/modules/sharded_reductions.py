@@ -17,7 +17,6 @@ from torch import Tensor
 
 from echelon.modules.sharded_arithmetic import (
     functions,
-    is_called_by_optimizer,
     operand,
     without_gradient,
 )
@@ -143,7 +142,7 @@ def reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         refuse(func, args, kwargs, "along a dim")
     if dims is not None:
         return along_rows(func, args, kwargs, dims, bool(named.get("keepdim")))
-    if sharding.is_staged and sharding.pieces and not is_called_by_optimizer():
+    if sharding.is_staged and sharding.pieces:
         refuse_joined(f"{name}()")
     if sharding.is_staged and sharding.group is None:
         return number_of_stage(call_plain(func, args, kwargs), sharding.source)

@@ -75,7 +75,7 @@ def copied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         result = call_plain(func, local, kwargs)
     else:
         result = without_gradient(lambda: call_plain(func, local, kwargs), args)
-    return result if is_called_by_optimizer() else part_like(result, sharding)
+    return part_like(result, sharding)
 
 
 def viewed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UnsupportedError
-from echelon.modules.sharded_arithmetic import functions, is_called_by_optimizer
+from echelon.modules.sharded_arithmetic import functions
 from echelon.modules.sharded_tensor import Rule, call_plain, parts_in, unmarked
 
 _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
@@ -161,17 +161,10 @@ def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return result
 
 
-def _cloned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A copy, marked again unless an optimizer makes it, for its state such as a momentum."""
-    if is_called_by_optimizer():
-        return call_plain(func, args, kwargs)
-    return _marked_again(func, args, kwargs)
-
-
 def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A number of one gradient."""
     result = call_plain(func, args, kwargs)
-    if not isinstance(result, Tensor) or result.dim() or is_called_by_optimizer():
+    if not isinstance(result, Tensor) or result.dim():
         return result
     if any(isinstance(gradient, JoinedStages) for gradient in _gradients_in(args)):
         refuse_joined(f"{func.__name__}()")
@@ -206,7 +199,7 @@ _ADDING = frozenset(
 STAGE_RULES |= {
     **dict.fromkeys(_JOINING, _joined),
     **dict.fromkeys(_KEEPING, _marked_again),
-    **dict.fromkeys(functions("clone"), _cloned),
+    **dict.fromkeys(functions("clone"), _marked_again),
     **dict.fromkeys(functions("sum nansum mean prod max min amax amin std var dot vdot"), _reduced),
     torch._amp_foreach_non_finite_check_and_unscale_: _scaled,
 }
