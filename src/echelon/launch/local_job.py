@@ -30,7 +30,7 @@ from echelon.launch.attempt import (
 )
 from echelon.launch.program import Launch
 from echelon.launch.rank_output import RunFolder, Screen
-from echelon.process import die_with_parent
+from echelon.process import die_with_parent, time_limits
 from echelon.process.lossy_streams import has_lost, lose_rather_than_raise
 from echelon.process.plain_file import open_plain
 
@@ -124,7 +124,7 @@ def _run_agent(
         )
         screen = Screen(log_dir, live, tee=launch.ranks if launch.tee else None)
         shown = 0
-        with _passing_on(process) as caught:
+        with _passing_on(process, launch.grace) as caught:
             while process.poll() is None:
                 time.sleep(POLL_S)
                 screen.show()
@@ -139,7 +139,7 @@ def _run_agent(
 
 
 @contextmanager
-def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
+def _passing_on(process: subprocess.Popen[bytes], grace: float) -> Iterator[list[signal.Signals]]:
     """Pass signals on to the agent, which knows what to do; the list of those that came."""
     caught: list[signal.Signals] = []
 
@@ -154,8 +154,12 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signal
         yield caught
     finally:
         if process.poll() is None:
-            process.terminate()
-            process.wait()
+            process.terminate()  # as a stop signal: ranks get their time to save
+            try:
+                process.wait(grace + time_limits.KILL_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or stuck: the kernel ends its ranks
+                process.kill()
+                process.wait(time_limits.KILL_S)
         for number, handler in before.items():
             signal.signal(number, handler)
 
