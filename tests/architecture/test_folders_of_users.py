@@ -18,7 +18,6 @@ MAY_REMOVE = {
     "checkpoint.files": "steps of a run, and what saves have left, under the lock of the run",
     "launch.rank_output": "folders that it has made among the temporary files",
     "process.fork_server": "the socket of a server, in a folder of its own",
-    "observe.trackers.prometheus": "a file of the node exporter that this run has written",
 }
 _OF_OS = {"replace", "rename", "renames", "unlink", "remove", "rmdir", "removedirs"}
 _OF_SHUTIL = {"rmtree", "move"}

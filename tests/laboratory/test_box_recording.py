@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 import warnings
 from functools import partial
@@ -18,8 +19,10 @@ import echelon as ec
 from echelon.checkpoint import files
 from echelon.errors import ArgumentError, RankFailed, StateError
 from echelon.laboratory import step_log
+from echelon.laboratory.box_folder import AttemptFolder
 from echelon.laboratory.box_recording import is_finite
 from echelon.laboratory.kept_run import kept_attempts
+from echelon.process import time_limits
 from tests.laboratory.boxed_runs import Boxed, train_ddp
 
 
@@ -145,6 +148,27 @@ def test_training_goes_on_where_steps_cannot_be_written(
     with pytest.warns(RuntimeWarning, match=r"rank 0 could not keep .* step 6 .* No space left"):
         assert ec.run(main, 1) == [10]
     assert ranges(tmp_path) == [[(5, 5), (9, 10)]]
+
+
+def test_the_end_of_a_run_waits_for_a_removal_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(time_limits, "PRUNE_S", 0.2)
+    monkeypatch.setattr(AttemptFolder, "prune", lambda *_: goes_on.wait(60))
+
+    def main(world: ec.World) -> int:
+        layer = nn.Linear(1, 1)
+        box = ec.Blackbox(tmp_path, model=layer, every=2)
+        for _ in box.steps(range(9)):
+            pass
+        return box.step
+
+    try:
+        with pytest.warns(RuntimeWarning, match="still removes old stretches .* is not waited for"):
+            assert ec.run(main, 1) == [9]
+    finally:
+        goes_on.set()
 
 
 @pytest.mark.parametrize("place", ["make_temporary", "write_file"])

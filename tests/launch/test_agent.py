@@ -62,7 +62,7 @@ def wait_for(*files: Path) -> None:
 def attempts(process: BaseProcess, folder: Path) -> list[Attempt]:
     """Wait for the end of a job; its attempts, the last of which gave the exit code."""
     process.join(WAIT_S)
-    found = Attempt.read(folder / "logs")
+    found = Attempt.read(folder / "logs" / "attempts.jsonl")
     assert found, (folder / "agent.log").read_text()
     assert process.exitcode == found[-1].exit_code
     return found
@@ -198,5 +198,5 @@ def test_an_agent_whose_launcher_has_ended_before_starts_no_rank(tmp_path: Path)
     with started(tmp_path, SAVES, "", options=("--end-with", "0")) as process:
         process.join(WAIT_S)
     assert process.exitcode == 128 + signal.SIGTERM
-    assert Attempt.read(tmp_path / "logs") == []
+    assert Attempt.read(tmp_path / "logs" / "attempts.jsonl") == []
     assert not list(tmp_path.glob("ready-*"))

@@ -48,15 +48,16 @@ def test_how_ranks_end_says_what_becomes_of_the_job(
 def test_attempts_are_read_as_they_were_written_and_an_unfinished_line_is_not(
     tmp_path: Path,
 ) -> None:
-    assert Attempt.read(tmp_path) == []
+    path = tmp_path / "attempts"
+    assert Attempt.read(path) == []
     first = attempt({0: -9, 11: 1}, signaled=(11,), killed=(0,), noticed=(11,))
     second = attempt({0: 75, 11: 75}, number=2, stop=signal.SIGUSR1.name, held_up=("rank 1",))
-    first.append(tmp_path)
-    assert Attempt.read(tmp_path) == [first]
-    second.append(tmp_path)
-    with open(tmp_path / "attempts.jsonl", "a") as file:
+    first.append(path)
+    assert Attempt.read(path) == [first]
+    second.append(path)
+    with open(path, "a") as file:
         file.write('{"number": 3, "mo')
-    assert Attempt.read(tmp_path) == [first, second]
+    assert Attempt.read(path) == [first, second]
 
 
 def only_attempt(codes: dict[int, int], **facts: Any) -> Attempt:

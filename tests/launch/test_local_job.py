@@ -3,10 +3,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from echelon.launch import local_job
+from echelon.process import time_limits
 from tests.children import environ
 
 SCRIPT = """
@@ -182,3 +185,14 @@ def test_a_rank_that_held_up_the_others_is_named_at_the_end_and_otherwise_none(
     assert 150 < int(match[1]) < 400
     _, errors = start(tmp_path, "usual", SLOW_SCRIPT).communicate(timeout=90)
     assert errors == ""
+
+
+def test_an_agent_that_does_not_end_when_it_is_told_to_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_limits, "KILL_S", 0.5)
+    deaf = partial(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+    with subprocess.Popen(["sleep", "300"], preexec_fn=deaf) as agent:
+        with pytest.raises(BrokenPipeError), local_job._passing_on(agent, 0.1):
+            raise BrokenPipeError
+        assert agent.returncode == -signal.SIGKILL

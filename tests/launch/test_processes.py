@@ -1,16 +1,20 @@
 """Ranks as processes: what cannot be sent to them or from them is refused or told by its text."""
 
+import fcntl
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
 import echelon as ec
 from echelon.errors import ArgumentError, SharedMemoryError, WorldError
+from echelon.process import time_limits
 from tests.children import environ
 
 
@@ -137,3 +141,37 @@ def test_the_fork_server_imports_what_it_is_asked_to() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ()
     )
     assert done.stdout == "[True]\n"
+
+
+def closes_its_pipe(world: ec.World) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number > 2 and os.path.exists(f"/proc/self/fd/{name}"):
+            flags = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+            if flags == os.O_WRONLY and os.readlink(f"/proc/self/fd/{name}").startswith("pipe:"):
+                os.close(number)
+    time.sleep(60)
+
+
+def test_a_rank_that_closes_its_pipe_and_runs_on_is_ended_and_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_limits, "KILL_S", 0.5)
+    with pytest.raises(WorldError, match=r"runs, but has closed the pipe .* close no file"):
+        ec.run(closes_its_pipe, 1, "processes")
+
+
+def stops_its_server(world: ec.World) -> int:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return os.getppid()
+
+
+def test_the_end_of_a_job_is_not_delayed_by_a_rank_whose_end_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time_limits, "KILL_S", 0.5)
+    with pytest.warns(
+        RuntimeWarning, match=r"rank 0 \(process \d+\) was killed and its end is not"
+    ):
+        (server,) = ec.run(stops_its_server, 1, "processes")
+    os.kill(server, signal.SIGCONT)

@@ -80,3 +80,21 @@ def test_another_thread_than_the_main_one_serves_nobody() -> None:
         assert not done.is_set()
         serve()
         assert done.is_set()
+
+
+def test_whoever_waits_is_freed_where_a_call_before_is_interrupted() -> None:
+    answers: list[bool] = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def ask() -> None:
+        in_main_thread(interrupted, wait=False)
+        answers.append(in_main_thread(lambda: None))
+
+    with pytest.raises(KeyboardInterrupt), serving():
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join(0.5)  # it waits, and nobody serves until the end
+    asking.join(30.0)
+    assert answers == [False]

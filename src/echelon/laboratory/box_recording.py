@@ -42,6 +42,7 @@ from echelon.laboratory.job_facts import JobFacts
 from echelon.laboratory.kept_values import members
 from echelon.laboratory.replayed_program import how_to_replay
 from echelon.laboratory.step_log import RecordKind, StepLogWriter
+from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
 from echelon.train.finite import FiniteGuard
 
@@ -156,13 +157,24 @@ class BoxRecording:
         return self._stretch
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, and close the files."""
+        """Wait for the checkpoint that is being written, and close the files.
+
+        A checkpoint takes as long as any save: the ranks wait for each other in it no longer than
+        their timeout. The removal of old stretches is not worth it to delay an end.
+        """
         self._forget()
         if self._is_closed:
             return
         self._finish_save(waits=True)
         if self._pruning is not None:
-            self._pruning.join()
+            self._pruning.join(time_limits.PRUNE_S)
+            if self._pruning.is_alive():
+                warnings.warn(
+                    f"the black box still removes old stretches in {self._root} after "
+                    f"{time_limits.PRUNE_S:g} s and is not waited for: the next run goes on",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         if self._group.rank == 0 and not self._has_failed:
             self._try(self._attempt.close)
         self._release()
@@ -220,7 +232,7 @@ class BoxRecording:
     def _prune(self, earlier: threading.Thread | None) -> None:
         """Remove stretches that nobody needs, once the removal before this one is over."""
         if earlier is not None:
-            earlier.join()
+            earlier.join()  # without a limit: nobody waits for this thread without one
         self._try(partial(self._attempt.prune, self._options.keep))
 
     def _at_end(self, finish: Callable[[], None]) -> Callable[[], None]:

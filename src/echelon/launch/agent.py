@@ -41,9 +41,10 @@ from echelon.diagnosis.stuck_ranks import (
 )
 from echelon.errors import WorldError
 from echelon.launch import rank_program
-from echelon.launch.attempt import STOP_SIGNALS, Attempt
+from echelon.launch.attempt import FILE, STOP_SIGNALS, Attempt
 from echelon.launch.loopback_rendezvous import LoopbackRendezvous
 from echelon.process import die_with_parent, time_limits
+from echelon.process.lossy_streams import lose_rather_than_raise
 from echelon.process.process_status import ProcessStatus
 
 
@@ -98,7 +99,8 @@ class LocalAgent(LocalElasticAgent):
     Args:
         spec: of torch: what to run.
         logs: of torch: where the output of ranks goes.
-        folder: where a line about each attempt goes.
+        folder: where the output of ranks goes.
+        file: where a line about each attempt goes.
         grace: seconds.
         recorder: into which ranks write where they are.
     """
@@ -108,13 +110,14 @@ class LocalAgent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: DefaultLogsSpecs,
         folder: Path,
+        file: Path,
         grace: float,
         recorder: FlightRecorder,
     ) -> None:
         super().__init__(spec, logs)
         self._recorder = recorder
         self.attempts: list[Attempt] = []
-        self._folder, self._grace = folder, grace
+        self._folder, self._file, self._grace = folder, file, grace
         self._max_attempts = spec.max_restarts + 1
         self._request: _StopRequest | None = None
         self._open_attempt()
@@ -224,7 +227,10 @@ class LocalAgent(LocalElasticAgent):
         attempt, rank = len(self.attempts), stuck_ranks[0]
         error = stuck_rank_error(self._recorder.statuses(attempt), stuck_ranks)
         for folder in self._folder.glob(f"*/attempt_{attempt}/{rank}"):
-            FailureRecord.of(error, rank).write(folder / "error.json")
+            try:
+                FailureRecord.of(error, rank).write(folder / "error.json")
+            except OSError as problem:  # the exit code and the flight recorder say the rest
+                print(f"{problem}\n{error}", file=sys.stderr)
 
     def _close_attempt(self, codes: Mapping[int, int], result: RunResult) -> None:
         """Record and print how an attempt ended, and prevent another if it must be the last."""
@@ -250,7 +256,7 @@ class LocalAgent(LocalElasticAgent):
             # A private counter of torch's agent: at 0 it starts the ranks no more.
             self._remaining_restarts = 0
         self.attempts.append(attempt)
-        attempt.append(self._folder)
+        attempt.append(self._file)
         text = ", ".join(f"{rank}: {code}" for rank, code in sorted(codes.items()))
         print(
             f"attempt {attempt.number} of {attempt.most}: {attempt.outcome.value} "
@@ -303,6 +309,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--live", action="store_true", help="but standard output of rank 0 does not"
     )
     parser.add_argument("--end-with", type=int, metavar="PID", help="the process that starts this")
+    parser.add_argument(
+        "--attempts", type=Path, metavar="FILE", help="how each attempt ends; default: in LOG_DIR"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -343,6 +352,7 @@ def _handle_signals(agent: LocalAgent, parent: int | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ranks of a job to their end; returns the exit code of the job."""
     options = _options(arguments)
+    lose_rather_than_raise()
     options.log_dir.mkdir(parents=True, exist_ok=True)
     redirects = dict.fromkeys(range(options.ranks), Std.ALL)
     if options.live:
@@ -353,7 +363,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ[VARIABLE] = recorder.path
     os.environ[MEMORY_STORE_VARIABLE] = f"{path} {options.log_dir.name}"
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that crashes shows its stack
-    agent = LocalAgent(_spec(options), logs, options.log_dir, options.grace, recorder)
+    file = options.attempts or options.log_dir / FILE
+    agent = LocalAgent(_spec(options), logs, options.log_dir, file, options.grace, recorder)
     _handle_signals(agent, options.end_with)
     if agent.stop is not None:
         return 128 + agent.stop  # before any rank has started

@@ -21,7 +21,7 @@ from echelon.diagnosis.flight_recorder import RankStatus, where_of
 
 # These ask a job to stop with time to save, so that it can be resumed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_FILE = "attempts.jsonl"
+FILE = "attempts.jsonl"  # where a job that nobody has launched keeps its attempts
 
 
 class Outcome(Enum):
@@ -105,16 +105,16 @@ class Attempt:
         codes = (code for rank, code in sorted(self.codes.items()) if rank not in self.noticed)
         return next((code for code in codes if code > 0 and code != os.EX_TEMPFAIL), 1)
 
-    def append(self, folder: str | os.PathLike[str]) -> None:
-        """Add this attempt to those of a job that keeps its logs in ``folder``."""
-        with open(Path(folder) / _FILE, "a") as file:
+    def append(self, path: str | os.PathLike[str]) -> None:
+        """Add this attempt to a file with those of its job."""
+        with open(path, "a") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> list[Attempt]:
+    def read(cls, path: str | os.PathLike[str]) -> list[Attempt]:
         """All attempts of a job that have ended, in their order."""
         try:
-            text = (Path(folder) / _FILE).read_text()
+            text = Path(path).read_text()
         except FileNotFoundError:
             return []  # the first has not ended yet
         whole, _, _ = text.rpartition("\n")  # what follows is being written

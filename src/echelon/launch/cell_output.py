@@ -18,6 +18,7 @@ from typing import Any
 from echelon.launch.rank_lines import WholeLines, printing_as
 from echelon.launch.rank_output import RunFolder, Screen
 from echelon.process.background_threads import run_in_background
+from echelon.process.lossy_streams import lose_rather_than_raise
 from echelon.process.notebook import in_notebook
 
 _COPY_S = 0.05  # how often a cell copies what processes have printed
@@ -109,6 +110,7 @@ class _Redirected:
             os.dup2(file, descriptor)
             os.close(file)
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        lose_rather_than_raise()
         try:
             return self.fn(world, *args)
         finally:

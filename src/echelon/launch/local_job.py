@@ -30,7 +30,8 @@ from echelon.launch.attempt import (
 )
 from echelon.launch.program import Launch
 from echelon.launch.rank_output import RunFolder, Screen
-from echelon.process import die_with_parent
+from echelon.process import die_with_parent, time_limits
+from echelon.process.lossy_streams import has_lost, lose_rather_than_raise
 from echelon.process.plain_file import open_plain
 
 POLL_S = 0.05
@@ -40,12 +41,18 @@ _MAX_LOG_NBYTES = 1 << 22
 
 def run_processes(launch: Launch) -> int:
     """Run the ranks to their end; 0, or another exit code if they did not finish."""
+    lose_rather_than_raise()
     folder = RunFolder(launch.log_dir)
-    caught, code = _run_agent(launch, folder.path)
-    attempts = Attempt.read(folder.path)
+    # In memory, because the disk of the folder may be full when the job ends.
+    with open(os.memfd_create("echelon attempts"), "rb") as file:
+        attempts_path = f"/proc/self/fd/{file.fileno()}"
+        caught, code = _run_agent(launch, folder.path, file.fileno(), attempts_path)
+        attempts = Attempt.read(attempts_path)
     if not attempts or code != attempts[-1].exit_code or attempts[-1].restarts:
         return _end_without_agent(folder, caught, code)
     last = attempts[-1]
+    if (line := _lost(folder.path)) is not None:
+        print(line, file=sys.stderr)
     if last.outcome is Outcome.FAILED:
         notes = [f"all output is in {folder.keep()}"]
         print(printable("\n".join(_failure(last, launch, folder.path, notes))), file=sys.stderr)
@@ -83,16 +90,31 @@ def _unseen(launch: Launch, log_dir: Path) -> str | None:
     )
 
 
-def _run_agent(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int]:
+def _lost(log_dir: Path) -> str | None:
+    """Whose output the disk has not taken; None: nobody's."""
+    logs = (path for path in log_dir.glob("*/attempt_*/*/std*.log") if has_lost(path))
+    ranks = sorted({int(path.parent.name) for path in logs})
+    if not ranks:
+        return None
+    return (
+        f"{ranks_text(ranks)} printed more than {log_dir} could take: its disk was full, and what "
+        "did not fit is lost. --log-dir DIR keeps the output on another disk"
+    )
+
+
+def _run_agent(
+    launch: Launch, log_dir: Path, attempts: int, attempts_path: str
+) -> tuple[list[signal.Signals], int]:
     """Run the agent and show what rank 0 writes; the signals that came meanwhile, and its code."""
     live = sys.stdout.isatty() and not launch.tee
     with open(log_dir / _LOG, "w") as log:
         process = subprocess.Popen(
-            launch.command(str(log_dir), live, os.getpid()),
+            launch.command(str(log_dir), live, os.getpid(), attempts_path),
             env={**os.environ, **launch.environment(os.environ)},
             stdin=subprocess.DEVNULL,
             stdout=None if live else log,
             stderr=log,
+            pass_fds=[attempts],
             # Ctrl-C reaches this process alone, which passes it on.
             start_new_session=True,
             # Until it has started and can end its ranks in good order, it ends with us at once.
@@ -102,11 +124,11 @@ def _run_agent(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int
         )
         screen = Screen(log_dir, live, tee=launch.ranks if launch.tee else None)
         shown = 0
-        with _passing_on(process) as caught:
+        with _passing_on(process, launch.grace) as caught:
             while process.poll() is None:
                 time.sleep(POLL_S)
                 screen.show()
-                for attempt in Attempt.read(log_dir)[shown:]:
+                for attempt in Attempt.read(attempts_path)[shown:]:
                     if attempt.restarts:
                         screen.close_attempt(failed=True)
                         lines = restart_lines(attempt, _failure(attempt, launch, log_dir), log_dir)
@@ -117,7 +139,7 @@ def _run_agent(launch: Launch, log_dir: Path) -> tuple[list[signal.Signals], int
 
 
 @contextmanager
-def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
+def _passing_on(process: subprocess.Popen[bytes], grace: float) -> Iterator[list[signal.Signals]]:
     """Pass signals on to the agent, which knows what to do; the list of those that came."""
     caught: list[signal.Signals] = []
 
@@ -132,8 +154,12 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[signal.Signal
         yield caught
     finally:
         if process.poll() is None:
-            process.terminate()
-            process.wait()
+            process.terminate()  # as a stop signal: ranks get their time to save
+            try:
+                process.wait(grace + time_limits.KILL_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or stuck: the kernel ends its ranks
+                process.kill()
+                process.wait(time_limits.KILL_S)
         for number, handler in before.items():
             signal.signal(number, handler)
 

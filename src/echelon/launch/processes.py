@@ -12,6 +12,7 @@ import os
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -253,10 +254,15 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
             raise EOFError
         kind, payload, text = function_pickle.loads(pipe.recv_bytes())
     except EOFError:
-        process.join()
+        process.join(time_limits.KILL_S)
+        if process.exitcode is None:
+            return WorldError(
+                f"process {process.pid} runs, but has closed the pipe through which it sends its "
+                "result: close no file descriptors that you have not opened"
+            )
         if process.exitcode == _UNGUARDED:
             return ArgumentError(_ADVICE)
-        return _Died(process.exitcode or 0)
+        return _Died(process.exitcode)
     if kind == "result":
         try:
             return (function_pickle.loads_result(payload),)
@@ -315,13 +321,23 @@ def _first(
 
 
 def _end(children: Sequence[BaseProcess]) -> None:
-    """End what still runs, and wait for it."""
+    """End what still runs, and wait for it as long as the kernel should need."""
     for process in children:
         if process.is_alive():
             process.kill()
+    deadline = time.monotonic() + time_limits.KILL_S
     for process in children:
-        process.join()
-        process.close()
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            warnings.warn(
+                f"{process.name} (process {process.pid}) was killed and its end is not known "
+                f"after {time_limits.KILL_S:g} s: the kernel waits for a device or a disk on its "
+                "behalf, or the server that started it is stopped",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        else:
+            process.close()
 
 
 def _child(

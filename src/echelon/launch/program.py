@@ -136,12 +136,19 @@ class Launch:
     timeout: float | None = None
     tee: bool = False
 
-    def command(self, log_dir: str, live: bool, launcher: int | None = None) -> list[str]:
+    def command(
+        self,
+        log_dir: str,
+        live: bool,
+        launcher: int | None = None,
+        attempts: str | None = None,
+    ) -> list[str]:
         """The command that starts torch's agent.
 
         Args:
             live: rank 0 writes straight to our standard output, because that is a terminal.
             launcher: the process with which the agent ends, if it is to end with one.
+            attempts: the file for how each attempt ends; None: one in ``log_dir``.
         """
         options = {
             "--ranks": str(self.ranks),
@@ -151,6 +158,8 @@ class Launch:
         }
         if launcher is not None:
             options["--end-with"] = str(launcher)
+        if attempts is not None:
+            options["--attempts"] = attempts
         flags = [part for option in options.items() for part in option] + [_LIVE] * live
         return [
             sys.executable,

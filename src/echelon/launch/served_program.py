@@ -26,6 +26,7 @@ from typing import Any
 from echelon.errors import CommTimeout
 from echelon.launch.program import Program
 from echelon.process.environment import timeout_wanted
+from echelon.process.lossy_streams import lose_rather_than_raise
 from echelon.process.offered_debugger import no_debugger
 
 _STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -170,6 +171,7 @@ class _TorchFinder(MetaPathFinder):
 
 def run_program(words: Sequence[str]) -> None:
     """Become the program of a command line: ``[-m] NAME ARGUMENTS``."""
+    lose_rather_than_raise(marks=True)
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     program = Program(name, is_module)

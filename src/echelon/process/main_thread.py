@@ -18,6 +18,7 @@ class _Request:
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
         self.done = threading.Event()
+        self.was_called = False
 
 
 class _Desk:
@@ -39,7 +40,7 @@ def in_main_thread(function: Callable[[], None], *, wait: bool = True) -> bool:
         wait: return when it has been called, otherwise at once.
 
     Returns:
-        whether it is called; False if the main thread waits for no simulated ranks.
+        whether it is called; False if the main thread waits for no simulated ranks, or stops to.
 
     Example:
         >>> in_main_thread(lambda: print(threading.current_thread().name))
@@ -55,7 +56,11 @@ def in_main_thread(function: Callable[[], None], *, wait: bool = True) -> bool:
             return False
         _desk.requests.append(request)
     if wait:
+        # Without a limit: as long as the desk is open the main thread comes by, and it does what
+        # is left when it closes. How long the call itself takes is for who asks to say: a person
+        # may type a line in it.
         request.done.wait()
+        return request.was_called
     return True
 
 
@@ -71,7 +76,17 @@ def serving() -> Iterator[None]:
     finally:
         with _desk.lock:
             _desk.open = False
-        serve()  # what came last
+        _serve_rest()
+
+
+def _serve_rest() -> None:
+    """Do what came last; whoever asked is freed, also where a call of it raises (Ctrl-C)."""
+    try:
+        serve()
+    finally:
+        with _desk.lock:
+            while _desk.requests:
+                _desk.requests.popleft().done.set()
 
 
 def serve() -> None:
@@ -83,6 +98,7 @@ def serve() -> None:
             if not _desk.requests:
                 return
             request = _desk.requests.popleft()
+        request.was_called = True
         try:
             request.function()
         finally:

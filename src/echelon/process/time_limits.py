@@ -55,6 +55,7 @@ SAME_PRESS_S = 0.5
 # read records; so closing a world may take so much longer than a call.
 CLOSE_WORLD_S = 10.0
 CLOSE_FAILED_WORLD_S = 3.0
+PRUNE_S = 30.0  # what a black box gets to remove old stretches; the next run removes the rest
 # What a rank that is late gets beyond its timeout to say so itself, before the agent does. It looks
 # every 2 s, and its stack takes another one.
 SAY_SO_S = 4.0
