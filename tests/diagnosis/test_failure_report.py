@@ -316,11 +316,29 @@ def test_what_was_added_to_an_exception_is_shown() -> None:
 def test_what_an_error_of_ours_advises_is_told_whole() -> None:
     advice = "facts " * 80 + "call model.state_dict() " + "on all ranks " * 80 + "or ec.save"
     ours, theirs = (
-        "\n".join(text({rank: record(error, rank, rank) for rank in range(2)}))
-        for error in (StateError(advice), KeyError(advice))
+        "\n".join(text({rank: record(kind(f"{rank}: {advice}"), rank, rank) for rank in range(2)}))
+        for kind in (StateError, KeyError)
     )
     assert ours.count(advice) == 2
     assert theirs.count(advice) == 0
+
+
+def test_an_error_that_several_ranks_raised_is_told_once_with_the_ranks() -> None:
+    records = {rank: record(StateError("call it"), rank, rank) for rank in range(4)}
+    lines = text(records)
+    assert sum("call it" in line for line in lines if not line.startswith("    ")) == 1
+    assert lines[0] == "rank 0 raised StateError: call it"
+    assert lines[-1] == "then ranks 1, 2, 3 raised the same"
+    lines = text(records | {0: record(ValueError("first"), 0)})
+    assert lines[-2:] == [
+        "then rank 1 raised StateError: call it",
+        "and ranks 2, 3 raised the same",
+    ]
+    apart = {rank: record(StateError(f"row {rank}"), rank, rank) for rank in range(6)}
+    assert text(apart)[-2:] == [
+        "then rank 3 raised StateError: row 3",
+        "and 2 more ranks failed after it",
+    ]
 
 
 def test_a_long_message_keeps_its_last_line_which_says_what_to_do() -> None:

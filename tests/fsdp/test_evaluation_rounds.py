@@ -47,6 +47,23 @@ def test_a_rank_without_a_batch_takes_part_in_an_evaluation(kind: str, each: boo
     ec.run(evaluates, 3, kind, args=(each,))
 
 
+def evaluates_without_join(world: World, num_samples: int) -> None:
+    model = wrapped(world)
+    sampler = ec.ResumableSampler(num_samples, 3, world.group, shuffle=False)
+    samples = torch.arange(float(num_samples)).view(num_samples, 1)
+    with torch.no_grad():
+        for batch in sampler.batches(torch.utils.data.DataLoader(samples, batch_sampler=sampler)):
+            ec.gather_samples(None if batch is None else model(batch), sampler)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("num_samples", [2, 5, 8])  # the first, second or third batch is short
+def test_an_evaluation_without_join_names_it(kind: str, num_samples: int) -> None:
+    with pytest.raises(ec.EchelonError) as caught:
+        ec.run(evaluates_without_join, 3, kind, args=(num_samples,))
+    assert "model.join()" in str(caught.value)
+
+
 def trains(world: World) -> str:
     model = wrapped(world)
     with pytest.raises(ec.StateError, match="every rank needs a batch") as caught, model.join():

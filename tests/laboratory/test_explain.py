@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 from echelon.comm.world import World
 from echelon.laboratory.comparison import CauseKind, ValueKind
-from tests.laboratory.mutants import MUTANTS, Mutant, average, my_rows
+from tests.laboratory.mutants import MUTANTS, Mutant, average, correct, my_rows
 from tests.laboratory.tasks import Optimizer, Rounding, mlp_with_dropout, rows_of_numbers, ten_rows
 
 
@@ -63,6 +63,33 @@ def test_a_cause_is_named_where_a_model_rounds_inside(name: str, dtype: torch.dt
     rounding = replace(mutant, model=lambda: Rounding(dtype), batches=lambda: rows_of_numbers(size))
     causes = rounding.compare(ranks=4 if name == "padded_sampler" else 3).causes
     assert [cause.kind for cause in causes] == [mutant.cause]
+
+
+def clipped_rightly(
+    world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer
+) -> None:
+    stepper = optimizer(model.parameters())
+    for x, y in batches:
+        mse_loss(model(my_rows(world, x)), my_rows(world, y)).backward()
+        average(world, model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        stepper.step()
+        stepper.zero_grad()
+
+
+@pytest.mark.parametrize("size", [10, 12])  # uneven rows, or not
+@pytest.mark.parametrize("ranks_clip", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_uneven_rows_and_clipping_on_one_side_are_both_told(
+    size: int, ranks_clip: bool, clip: float | None
+) -> None:
+    kinds = [CauseKind.MEAN_OF_MEANS] if size == 10 else []
+    kinds += [CauseKind.CLIPPING] if ranks_clip != (clip is not None) else []
+    train = clipped_rightly if ranks_clip else correct
+    mutant = Mutant(train, CauseKind.CLIPPING, "", "", batches=lambda: rows_of_numbers(size))
+    result = mutant.compare(clip=clip)
+    assert [cause.kind for cause in result.causes] == kinds
+    assert result.same == (not kinds)
 
 
 def test_a_loop_with_an_unknown_mistake_differs_without_a_cause() -> None:

@@ -10,6 +10,7 @@ from echelon.laboratory.gradient_causes import (
     StepFacts,
     clip_scale,
     gradient_cause,
+    gradient_causes,
     rounded_gradients_cause,
     scale_cause,
 )
@@ -113,3 +114,44 @@ def test_small_gradients_are_recognised_together_as_rounded() -> None:
     cause = rounded_gradients_cause([parts([WHOLE.bfloat16().double()] * 2)], FACTS)
     assert cause is not None
     assert "bfloat16" in cause.text
+
+
+MEANS = WHOLE + torch.tensor([0.1, -0.2, 0.3, 0.1, 0.0], dtype=torch.float64)
+BEFORE = torch.tensor([1.0, 0.0, 2.0, 0.0, -1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("observed", "clip", "kinds"),
+    [
+        (MEANS * 0.3, None, [CauseKind.MEAN_OF_MEANS, CauseKind.CLIPPING]),
+        (MEANS * 2, None, [CauseKind.MEAN_OF_MEANS, CauseKind.SUMMED]),
+        (MEANS / 4, None, [CauseKind.MEAN_OF_MEANS, CauseKind.CLIPPING]),
+        (MEANS + BEFORE, None, [CauseKind.MEAN_OF_MEANS, CauseKind.NOT_ZEROED]),
+        (MEANS * clip_scale(float(MEANS.norm()), 0.5), 0.5, [CauseKind.MEAN_OF_MEANS]),
+        (MEANS * 0.3, 0.5, []),
+        (MEANS + 1, None, []),
+        (MEANS * 1.5, None, []),
+    ],
+)
+def test_two_causes_at_once_are_both_told(
+    observed: Tensor, clip: float | None, kinds: list[CauseKind]
+) -> None:
+    norm = float(MEANS.norm())
+    facts = replace(
+        FACTS,
+        clip=clip,
+        rows_per_call=(3, 2),
+        by_rows=True,
+        whole_norm=float(WHOLE.norm()),
+        mean_norm=norm,
+        mean_part_norms=(norm, norm),
+        observed_norms=(float(observed.norm()),) * 2,
+    )
+    given = [
+        replace(part, mean_of_means=MEANS, total=MEANS * 2, before=BEFORE)
+        for part in parts([observed, observed])
+    ]
+    assert gradient_cause(given, facts) is None
+    causes = gradient_causes(given, facts)
+    assert [cause.kind for cause in causes] == kinds
+    assert not any("one process" in cause.text for cause in causes)

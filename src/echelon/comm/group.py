@@ -214,14 +214,16 @@ class Group(Transport):
     # Objects ---------------------------------------------------------------------------------
 
     @final
-    def all_gather_object(self, item: Any, *, pickle: bool = False) -> list[Any]:
+    def all_gather_object(
+        self, item: Any, *, pickle: bool = False, label: str | None = None
+    ) -> list[Any]:
         """Return the ``item`` of every rank, in rank order. Meant for set-up, not for training.
 
         An item consists of the types that a checkpoint may hold. With ``pickle=True`` on all ranks
         it may be of any class. **Danger**: unpickling runs whatever code the sender, or anyone who
-        poses as the sender, has put there.
+        poses as the sender, has put there. Errors repeat ``label``.
         """
-        return objects.gather_objects(self, item, pickle)
+        return objects.gather_objects(self, item, pickle, label)
 
     @final
     def all_gather_bytes(self, data: bytes, *, label: str = "bytes") -> list[bytes]:

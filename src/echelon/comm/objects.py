@@ -59,12 +59,14 @@ def gather_bytes(group: TensorGroup, data: bytes, label: str) -> list[bytes]:
     return [part.numpy().tobytes() for part in _gather(group, from_bytes(data), label)]
 
 
-def gather_objects(group: TensorGroup, item: Any, by_pickle: bool) -> list[Any]:
+def gather_objects(group: TensorGroup, item: Any, by_pickle: bool, label: str | None) -> list[Any]:
     """See ``Group.all_gather_object``."""
     flag("pickle", by_pickle)
+    name = "" if label is None else f": {label}"
     if by_pickle:
-        return [_unpickled(part) for part in _gather(group, _pickled(item), "pickled objects")]
-    parts = _gather(group, _data_of(item), "objects")
+        parts = _gather(group, _pickled(item), f"pickled objects{name}")
+        return [_unpickled(part) for part in parts]
+    parts = _gather(group, _data_of(item), f"objects{name}")
     return [to_object(part, group.ranks[rank]) for rank, part in enumerate(parts)]
 
 

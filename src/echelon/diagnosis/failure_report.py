@@ -11,7 +11,7 @@ from echelon.diagnosis.flight_recorder import RankStatus, where_of
 from echelon.diagnosis.root_cause import root_cause
 from echelon.diagnosis.stacks import innermost, is_user_file, of_crash
 from echelon.errors import EchelonError
-from echelon.errors.message_text import by_value
+from echelon.errors.message_text import by_value, ranks_text
 
 MAX_LINES = 25
 _MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
@@ -58,7 +58,8 @@ def failure_report(
         lines = _exception_lines(cause)
     else:
         lines = _process_lines(cause, statuses or {})
-    return _finished(lines, sorted(others, key=lambda record: record.rank), notes)
+    told = None if cause in others else cause
+    return _finished(lines, told, sorted(others, key=lambda record: record.rank), notes)
 
 
 def _alike(cause: FailureRecord, records: Iterable[FailureRecord]) -> list[FailureRecord]:
@@ -184,14 +185,41 @@ def _process_lines(record: FailureRecord, statuses: Mapping[int, RankStatus]) ->
 
 
 def _finished(
-    lines: Sequence[str], others: Sequence[FailureRecord], notes: Sequence[str]
+    lines: Sequence[str],
+    told: FailureRecord | None,
+    others: Sequence[FailureRecord],
+    notes: Sequence[str],
 ) -> list[str]:
-    """``lines`` with what else happened and the notes, within the limit."""
-    ending = [_cut_of(record, f"then {record.headline}") for record in others[:_OTHER_LINES]]
-    if len(others) > _OTHER_LINES:
-        ending.append(f"and {len(others) - _OTHER_LINES} more ranks failed after it")
+    """``lines`` with what else happened and the notes, within the limit.
+
+    Args:
+        told: whose message ``lines`` have.
+    """
+    by_error: dict[object, list[FailureRecord]] = {}
+    for record in others:
+        by_error.setdefault(_error_of(record), []).append(record)
+    same = by_error.pop(_error_of(told), []) if told is not None else []
+    shown = [*by_error.values()][:_OTHER_LINES]
+    ending = [f"then {_ranks_of(same)} raised the same"] if same else []
+    for first, *more in shown:
+        ending.append(_cut_of(first, f"then {first.headline}"))
+        if more:
+            ending.append(f"and {_ranks_of(more)} raised the same")
+    left = len(others) - len(same) - sum(map(len, shown))
+    if left:
+        ending.append(f"and {left} more ranks failed after it")
     ending = ["", *ending, *notes]
     return [*lines[: MAX_LINES - len(ending)], *ending]
+
+
+def _error_of(record: FailureRecord) -> object:
+    """What records of the same exception have in common; other records have it alone."""
+    raised = record.type and record.reason is Reason.RAISED
+    return (record.type, record.message) if raised else record.rank
+
+
+def _ranks_of(records: Sequence[FailureRecord]) -> str:
+    return ranks_text([record.rank for record in records])
 
 
 def _tail(text: str, count: int) -> list[str]:

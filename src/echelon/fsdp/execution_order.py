@@ -22,6 +22,7 @@ from echelon.errors import StateError
 from echelon.fsdp.hybrid_groups import HybridGroups
 
 MAX_FORWARDS = 8  # Before one backward, so many are told apart: each may need other unshards.
+_ORDERS = "orders of units (where a rank has no batch, use model.join())"
 
 
 @final
@@ -163,7 +164,7 @@ class Notes:
                 {BackwardKind(*kind): PassNote(*note) for kind, *note in backwards},
                 *others,
             )
-            for forwards, backwards, *others in groups.all_gather_object(items)
+            for forwards, backwards, *others in groups.all_gather_object(items, _ORDERS)
         ]
 
 

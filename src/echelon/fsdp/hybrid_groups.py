@@ -76,12 +76,13 @@ class HybridGroups:
             item = group.broadcast_object(item)
         return item
 
-    def all_gather_object(self, item: Any) -> list[Any]:
+    def all_gather_object(self, item: Any, label: str | None = None) -> list[Any]:
         """The ``item`` of every rank: those of the first shard group, then those of the next."""
-        items = self.shard.all_gather_object(item)
+        items = self.shard.all_gather_object(item, label=label)
         if self.replicas is None:
             return items
-        return [item for others in self.replicas.all_gather_object(items) for item in others]
+        by_group = self.replicas.all_gather_object(items, label=label)
+        return [item for others in by_group for item in others]
 
     def all_reduce(self, tensor: Tensor, op: str, label: str) -> None:
         """All-reduce over all ranks."""

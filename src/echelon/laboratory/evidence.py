@@ -212,10 +212,23 @@ class GradientEvidence:
 
     def part_norms(self, ranks: Sequence[StepValues]) -> tuple[float, ...]:
         """The norm of the whole gradient over the ranges of each rank."""
-        return tuple(
-            norm_of([piece.of(self.whole[piece.name]) for piece in values.gradients])
-            for values in ranks
-        )
+        return _norms_by_rank(self.whole, ranks)
+
+    def mean_part_norms(self, ranks: Sequence[StepValues]) -> tuple[float, ...]:
+        """The same of the mean of means; empty if that is not known."""
+        means = self.mean_of_means
+        return () if means is None else _norms_by_rank(means, ranks)
+
+    def mean_norm(self) -> float | None:
+        """The norm of the mean of means; None if that is not known."""
+        means = self.mean_of_means
+        return None if means is None else norm_of(list(means.values()))
+
+
+def _norms_by_rank(gradients: Gradients, ranks: Sequence[StepValues]) -> tuple[float, ...]:
+    return tuple(
+        norm_of([piece.of(gradients[piece.name]) for piece in values.gradients]) for values in ranks
+    )
 
 
 def observed_norms(ranks: Sequence[StepValues]) -> tuple[float, ...]:

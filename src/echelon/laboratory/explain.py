@@ -14,7 +14,7 @@ from echelon.laboratory.batch_rows import num_rows
 from echelon.laboratory.causes import CLOSE, equal, lower_precision, precision_cause
 from echelon.laboratory.comparison import Cause, CauseKind, ValueDifference, ValueKind
 from echelon.laboratory.evidence import GradientEvidence, StepAgain, norm_of, observed_norms
-from echelon.laboratory.gradient_causes import StepFacts, gradient_cause, rounded_gradients_cause
+from echelon.laboratory.gradient_causes import StepFacts, gradient_causes, rounded_gradients_cause
 from echelon.laboratory.one_process import OneProcess
 from echelon.laboratory.pieces import Piece
 from echelon.laboratory.seen_rows import SeenRows
@@ -89,7 +89,9 @@ def _gradient_causes(differing: Differing, trainings: Trainings, step: int) -> t
         coverage=trainings.seen.coverage(step),
         clip=trainings.alone.clip,
         whole_norm=norm_of(list(evidence.whole.values())),
+        mean_norm=evidence.mean_norm(),
         part_norms=evidence.part_norms(ranks),
+        mean_part_norms=evidence.mean_part_norms(ranks),
         local_norms=evidence.local_norms(),
         observed_norms=observed_norms(ranks),
     )
@@ -108,10 +110,10 @@ def _gradient_causes(differing: Differing, trainings: Trainings, step: int) -> t
     by_kind: dict[CauseKind, Cause] = {}
     names_of: dict[CauseKind, list[str]] = {}
     for name, of_tensor in zip(names, parts, strict=True):
-        cause = gradient_cause(of_tensor, facts)
-        if cause is None and not by_kind:
+        causes = gradient_causes(of_tensor, facts)
+        if not causes and not by_kind:
             return ()  # the first difference has no known cause; others may follow from it
-        if cause is not None:
+        for cause in causes:
             by_kind.setdefault(cause.kind, cause)
             names_of.setdefault(cause.kind, []).append(name)
     return tuple(replace(cause, names=tuple(names_of[kind])) for kind, cause in by_kind.items())

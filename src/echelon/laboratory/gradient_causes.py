@@ -15,13 +15,17 @@ output. n ranks made k forwards each in the step. The optimizer got ``observed``
     observed = mean over forwards of the gradient of each one's loss: a mean of means
     observed = s[r] * whole, norm of the rank's part * s[r] = c for all ranks: clipped by parts
     observed = s[r] * whole, s[r] = 1 on some ranks     only the others clipped
+    observed = whole, clip is given and smaller         no rank clipped
     observed = whole + what the optimizer got before    nobody set gradients to zero
+
+Where none holds, they are tried with the mean over forwards in the place of ``whole``: rows that
+are uneven, or seen twice, and another cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose
 from typing import final
 
@@ -85,7 +89,9 @@ class StepFacts:
         coverage: how often each row was seen; None if that is not known.
         clip: the largest norm of the gradient; None for any.
         whole_norm: the norm of the gradient of one process, before it is clipped.
+        mean_norm: the norm of ``mean_of_means``; None if that is not known.
         part_norms: the norm of the whole gradient over each rank's ranges.
+        mean_part_norms: the same of ``mean_of_means``; empty if that is not known.
         local_norms: the norm of each rank's own gradient.
         observed_norms: the norm of what each rank's optimizer got.
     """
@@ -99,13 +105,54 @@ class StepFacts:
     coverage: Coverage | None = None
     clip: float | None = None
     whole_norm: float | None = None
+    mean_norm: float | None = None
     part_norms: tuple[float, ...] = ()
+    mean_part_norms: tuple[float, ...] = ()
     local_norms: tuple[float, ...] = ()
     observed_norms: tuple[float, ...] = ()
 
 
+def gradient_causes(parts: Sequence[GradientParts], facts: StepFacts) -> tuple[Cause, ...]:
+    """The cause of the difference of one gradient, or two where none explains it alone.
+
+    Args:
+        parts: of the ranks that have this gradient.
+    """
+    cause = gradient_cause(parts, facts)
+    if cause is None or cause.kind in (CauseKind.MEAN_OF_MEANS, CauseKind.SAMPLES):
+        return _pair(parts, facts) or (() if cause is None else (cause,))
+    return (cause,)
+
+
+def _pair(parts: Sequence[GradientParts], facts: StepFacts) -> tuple[Cause, ...]:
+    """That each forward's mean counts alike, and another cause besides it or right clipping."""
+    means = [part.mean_of_means for part in parts if part.mean_of_means is not None]
+    norm = facts.mean_norm
+    if len(means) < len(parts) or norm is None:
+        return ()
+    first = _samples(parts, means, facts) or _mean_of_means(parts, means, facts)
+    if first is None:
+        return ()
+    observed = [part.observed for part in parts]
+    if facts.clip is not None:
+        scale = clip_scale(norm, facts.clip)
+        if equal(observed, [mean * scale for mean in means], facts.close):
+            return (first,)
+    of_means = [
+        replace(part, whole=mean, expected=mean) for part, mean in zip(parts, means, strict=True)
+    ]
+    others = replace(facts, whole_norm=norm, part_norms=facts.mean_part_norms)
+    seconds = (_not_clipped, _not_zeroed, _scaled, _clipped, _clipped_by_some)
+    for find in seconds[:1] if equal(observed, means, facts.close) else seconds:
+        second = find(of_means, observed, others)
+        if second is not None:
+            text = second.text.replace("those of one process", "what the other cause gives")
+            return first, replace(second, text=text)
+    return ()
+
+
 def gradient_cause(parts: Sequence[GradientParts], facts: StepFacts) -> Cause | None:
-    """The cause of the difference of one gradient, of which each rank has a part.
+    """The one cause of the difference of one gradient, of which each rank has a part.
 
     Args:
         parts: of the ranks that have this gradient.
@@ -113,7 +160,7 @@ def gradient_cause(parts: Sequence[GradientParts], facts: StepFacts) -> Cause | 
     observed = [part.observed for part in parts]
     signatures = (
         *(_precision, _samples, _not_zeroed, _not_reduced, _scaled, _mean_of_means),
-        *(_clipped, _clipped_by_some),
+        *(_clipped, _clipped_by_some, _not_clipped),
     )
     for find in signatures:
         cause = find(parts, observed, facts)
@@ -320,8 +367,12 @@ def _clipped(
         return None
     if limit is None:
         factors = [scale.factor for scale in scales]
+        observed_norms = [facts.observed_norms[part.rank] for part in parts]
+        # A gradient of one element is a multiple of any other; that of all says more.
         if factors[0] < 1 and all(
-            isclose(factor, factors[0], rel_tol=10 * facts.close) for factor in factors
+            isclose(factor, factors[0], rel_tol=10 * facts.close)
+            and isclose(of_rank, factor * norm, rel_tol=1e-3)
+            for factor, of_rank, norm in zip(factors, observed_norms, norms, strict=True)
         ):
             return _clipped_only_there(factors[0], facts)
         limit = max(facts.observed_norms)
@@ -366,6 +417,23 @@ def _clipped_by_some(
         f"{shortened(others)} kept the norm {whole_norm:.4g}",
         advice="Clip on all ranks or on none, after gradients are reduced, as ec.clip_grad_norm_ "
         "does",
+    )
+
+
+def _not_clipped(
+    parts: Sequence[GradientParts], observed: Sequence[Tensor], facts: StepFacts
+) -> Cause | None:
+    """That one process clipped, and no rank did."""
+    limit, norm = facts.clip, facts.whole_norm
+    if limit is None or norm is None or norm <= limit * (1 + facts.close):
+        return None
+    if not equal(observed, [part.whole for part in parts], facts.close):
+        return None
+    return Cause(
+        kind=CauseKind.CLIPPING,
+        text=f"the ranks kept the norm {norm:.4g}, and clip={limit:.4g} clips that of one process",
+        advice=f"Call ec.clip_grad_norm_(model, {limit:.4g}) on all ranks before step(), or "
+        "compare without clip",
     )
 
 

@@ -30,7 +30,7 @@ _LENGTHS_OF_OBJECTS = {
     "object length",
     "pickled object length",
 }
-_OBJECTS = {"objects", "object"}
+_OBJECTS = {"objects", "object"}  # before a colon, after which the caller says what they are
 _LOOK_S = 0.5  # how often a held rank looks whether the interpreter ends
 
 
@@ -61,10 +61,10 @@ class StepGate(CallWatch):
     ) -> Iterator[None]:
         """See ``CallWatch``."""
         signature = calls[0].signature
-        if self._is_open or signature.label in _LENGTHS_OF_OBJECTS:
+        if self._is_open or _kind(signature.label) in _LENGTHS_OF_OBJECTS:
             yield
             return
-        has_objects = signature.label in _OBJECTS and signature.dtype is torch.uint8
+        has_objects = _kind(signature.label) in _OBJECTS and signature.dtype is torch.uint8
         sender = signature.root if has_objects else None  # others have no object before
         before = [
             _RankTensors(operation, self._keep, has_objects, gives=sender in (None, rank))
@@ -144,6 +144,10 @@ class StepGate(CallWatch):
             changed={rank: s.changes() for rank, s in seen.items() if s.contents is not None},
             moves=moves_of(ranks, operations),
         )
+
+
+def _kind(label: str | None) -> str:
+    return (label or "").partition(":")[0]
 
 
 @final

@@ -15,6 +15,8 @@ from echelon.errors import ArgumentError
 
 # A node of a structure, as it is sent: its kind, and what belongs to the kind.
 _Node = tuple[Any, ...]
+# Errors repeat it: a rank without samples may be here while others run a forward of FSDP.
+_LABEL = "samples (FSDP: call the model inside model.join(), also where the batch is None)"
 
 
 class BatchReader(Protocol):
@@ -73,7 +75,7 @@ def gather_samples(values: Any, sampler: BatchReader) -> Any:
             )
         return _merged([_checked(values, shares[0])], None)
     node = _checked(values, shares[group.rank])
-    nodes = group.all_gather_object(node)
+    nodes = group.all_gather_object(node, label=_LABEL)
     for rank, other in zip(group.ranks, nodes, strict=True):
         if other[0] == "problem":
             raise ArgumentError(f"rank {rank}: {other[1]}")

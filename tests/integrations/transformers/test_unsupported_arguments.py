@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.utils.data import DataLoader
 
 import echelon as ec
@@ -55,6 +56,19 @@ def test_a_last_batch_that_a_pipeline_cannot_split_is_refused_before_the_first_s
     sentence = "the last batch of an epoch has 2 of 4 rows, too few for microbatches=3"
     with pytest.raises(ec.ArgumentError, match=sentence) if refused else nullcontext():
         refuse_short_batch(loader, 3, num_batches)
+
+
+def test_logits_of_a_pipeline_are_refused_wherever_they_are_asked_for(tmp_path: Path) -> None:
+    from tests.integrations.transformers.test_trainer import kind_of, make
+
+    trainer = make(kind_of("ddp"), str(tmp_path))
+
+    def ask(world: ec.World) -> None:
+        pipe = ec.Pipeline([nn.Linear(2, 2)], world.group, microbatches=1)
+        trainer.prediction_step(pipe, {}, False)
+
+    with pytest.raises(ec.errors.UnsupportedError, match="compute_metrics needs logits"):
+        ec.run(ask, 1)
 
 
 def test_the_best_model_needs_the_state_of_the_training(tmp_path: Path) -> None:

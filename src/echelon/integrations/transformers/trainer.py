@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
     _Base = object
+_NO_LOGITS = (
+    "compute_metrics needs logits, which are on the last rank of a pipeline only: leave it out; "
+    "the evaluation gives the loss"
+)
 # What a callback may ask for; the ranks do it together if one of them asks.
 _REQUESTS = (
     "should_training_stop",
@@ -88,10 +92,7 @@ class EchelonTraining(_Base):
         self._num_parameters: int | None = None
         super().__init__(*args, **kwargs)
         if self._sharing.num_stages > 1 and self.compute_metrics is not None:
-            raise UnsupportedError(
-                "compute_metrics needs logits, which are on the last rank of a pipeline only: "
-                "leave it out; the evaluation gives the loss"
-            )
+            raise UnsupportedError(_NO_LOGITS)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -202,8 +203,10 @@ class EchelonTraining(_Base):
         ignore_keys: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As ``Trainer``; a pipeline gives the loss, and FSDP is unsharded for ``generate``."""
+        """As ``Trainer``; a pipeline gives a loss only, FSDP is unsharded for ``generate``."""
         if isinstance(model, Pipeline):
+            if not prediction_loss_only:
+                raise UnsupportedError(_NO_LOGITS)
             assert self._stages is not None
             inputs = self._prepare_inputs(inputs)
             num_items = self._get_num_items_in_batch([inputs], self.args.device)
