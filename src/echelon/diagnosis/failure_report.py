@@ -58,8 +58,8 @@ def failure_report(
         lines = _exception_lines(cause)
     else:
         lines = _process_lines(cause, statuses or {})
-    told = None if cause in others else cause
-    return _finished(lines, told, sorted(others, key=lambda record: record.rank), notes)
+    told_record = None if cause in others else cause
+    return _finished(lines, told_record, sorted(others, key=lambda record: record.rank), notes)
 
 
 def _alike(cause: FailureRecord, records: Iterable[FailureRecord]) -> list[FailureRecord]:
@@ -186,19 +186,19 @@ def _process_lines(record: FailureRecord, statuses: Mapping[int, RankStatus]) ->
 
 def _finished(
     lines: Sequence[str],
-    told: FailureRecord | None,
+    told_record: FailureRecord | None,
     others: Sequence[FailureRecord],
     notes: Sequence[str],
 ) -> list[str]:
     """``lines`` with what else happened and the notes, within the limit.
 
     Args:
-        told: whose message ``lines`` have.
+        told_record: whose message ``lines`` have.
     """
     by_error: dict[object, list[FailureRecord]] = {}
     for record in others:
         by_error.setdefault(_error_of(record), []).append(record)
-    same = by_error.pop(_error_of(told), []) if told is not None else []
+    same = by_error.pop(_error_of(told_record), []) if told_record is not None else []
     shown = [*by_error.values()][:_OTHER_LINES]
     ending = [f"then {_ranks_of(same)} raised the same"] if same else []
     for first, *more in shown:
