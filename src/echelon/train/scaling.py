@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon import checks
 from echelon.comm.group import Group
@@ -113,7 +114,8 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's, for all ranks together; no step without a scaled loss."""
         # Torch refuses float16 gradients, because it assumes a model without master weights. Here
         # they may be reduced gradients that are float16 on purpose.
-        infinite = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        with DisableTorchFunctionSubclass():  # of its own gradients; the ranks agree below
+            infinite = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         device = self._group.device
         # Whether this rank has a gradient that is not finite, has gradients, has scaled a loss.
         flags = torch.tensor([0.0, 0.0, float(self._has_scaled)], device=device)
