@@ -179,12 +179,10 @@ def inert(world: World, kind: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow_for("gloo")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world", ["threads", "gloo"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_option_is_seen_or_refused_with_every_stage_and_schedule(kind: str, world: str) -> None:
-    for found in run_world(world, inert, 4, (kind,), timeout=200):
+def test_an_option_is_seen_or_refused_with_every_stage_and_schedule(kind: str) -> None:
+    for found in run_world("threads", inert, 4, (kind,), timeout=200):
         assert found == []
 
 
