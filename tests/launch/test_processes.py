@@ -156,7 +156,7 @@ def closes_its_pipe(world: ec.World) -> None:
 def test_a_rank_that_closes_its_pipe_and_runs_on_is_ended_and_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(time_limits, "KILL_S", 0.5)
+    monkeypatch.setattr(time_limits, "EXIT_S", 0.5)
     with pytest.raises(WorldError, match=r"runs, but has closed the pipe .* close no file"):
         ec.run(closes_its_pipe, 1, "processes")
 

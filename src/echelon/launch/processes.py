@@ -254,7 +254,7 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
             raise EOFError
         kind, payload, text = function_pickle.loads(pipe.recv_bytes())
     except EOFError:
-        process.join(time_limits.KILL_S)
+        process.join(time_limits.EXIT_S)
         if process.exitcode is None:
             return WorldError(
                 f"process {process.pid} runs, but has closed the pipe through which it sends its "

@@ -25,6 +25,8 @@ NOTICE_IN_THREADS_S = 2.0
 LAST_WORDS_S = 1.5
 END_S = 5.0  # what ranks of ``echelon run`` get to end in good order when another one has failed
 KILL_S = 5.0  # what the kernel gets to end a killed process
+# What a rank that has closed its pipe gets to end: a driver may take seconds to free a device.
+EXIT_S = 30.0
 TELL_S = 5.0  # what a rank that ends itself gets to tell the others why
 FLUSH_S = 1.0  # what standard output gets to take what was printed, in a process that ends itself
 
