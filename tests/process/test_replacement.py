@@ -112,3 +112,22 @@ def test_threads_that_put_in_and_take_out_at_once_leave_it_as_it_was(holder: Any
     for thread in threads:
         thread.join()
     assert holder.function is original
+
+
+def test_one_that_somebody_has_put_back_does_not_call_itself() -> None:
+    class Holder:
+        value = staticmethod(lambda: "plain")
+
+    first = Replacement(Holder, "value", lambda: f"first {first.original.__func__()}")
+    plain = vars(Holder)["value"]
+    first.put_in()
+    seen = vars(Holder)["value"]
+    first.take_out()
+    Holder.value = seen  # as a test that restores what it has found
+    second = Replacement(Holder, "value", lambda: f"second {second.original()}")
+    second.put_in()
+    first.put_in()
+    assert Holder.value() == "second first plain"
+    second.take_out()
+    first.take_out()
+    assert vars(Holder)["value"] is plain

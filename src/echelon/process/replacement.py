@@ -52,8 +52,11 @@ class Replacement:
         """Replace what is there, unless that has been done already."""
         with _lock:
             current = vars(self._holder)[self._name]
+            is_called = _leads_to(current, self._new)
+            if is_called and self not in _put_in:
+                _put_in.append(self)  # somebody has put it back after it was taken out
             # What is there instead may call this one, which would then call itself.
-            is_covered = self in _put_in and current is not self.original
+            is_covered = is_called or (self in _put_in and current is not self.original)
             if current is self._new or is_covered or not self._over(current):
                 return
             self.original = current
@@ -74,3 +77,10 @@ class Replacement:
             else:
                 return  # it may still be called
             _put_in.remove(self)
+
+
+def _leads_to(current: Any, new: Any) -> bool:
+    """Whether what stands there now is ``new``, or a replacement that calls it."""
+    if current is new:
+        return True
+    return any(each._new is current and _leads_to(each.original, new) for each in _put_in)
