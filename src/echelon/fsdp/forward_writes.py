@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
+from echelon.modules.memory_overlap import span_of
 from echelon.modules.memory_writes import memory_of, written_by
 from echelon.modules.replica_check import is_turn
 
@@ -94,19 +95,9 @@ class _OperatorWatch(TorchDispatchMode):
 
 def _written(storage: Storage, tensor: Tensor) -> str | None:
     """The name of a parameter whose unsharded memory a tensor overlaps."""
-    first, last = _span(tensor)
+    first, last = span_of(tensor)
     for member, param in zip(storage.members, storage.unsharded, strict=True):
-        start, end = _span(param)
+        start, end = span_of(param)
         if first < end and start < last:
             return member.name
     return None
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first address of a tensor, and that after its last element."""
-    start = tensor.data_ptr()
-    if not tensor.numel():
-        return start, start
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((length - 1) * stride for length, stride in pairs)
-    return start, start + (last + 1) * tensor.element_size()

@@ -85,7 +85,7 @@ def _first_overlap(tensors: Sequence[NamedMemory]) -> tuple[NamedMemory, NamedMe
 
     Tensors are compared with those before them whose memory has not ended where theirs begins.
     """
-    spans = [(str(item.tensor.device), *_span(item.tensor), item) for item in tensors]
+    spans = [(str(item.tensor.device), *span_of(item.tensor), item) for item in tensors]
     open_spans: list[tuple[str, int, int, NamedMemory]] = []
     for span in sorted(spans, key=lambda span: span[:3]):
         device, start, _, item = span
@@ -98,10 +98,12 @@ def _first_overlap(tensors: Sequence[NamedMemory]) -> tuple[NamedMemory, NamedMe
     return None
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def span_of(tensor: Tensor) -> tuple[int, int]:
     """The addresses of the first byte of a tensor, and of the first byte after it."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
 
 
@@ -109,7 +111,7 @@ def _share_an_element(first: Tensor, second: Tensor) -> bool:
     """Whether tensors, whose memory is interleaved at least, have a byte in common."""
     if first.is_contiguous() and second.is_contiguous():
         return True
-    spans = [_span(first), _span(second)]
+    spans = [span_of(first), span_of(second)]
     begin, end = min(start for start, _ in spans), max(stop for _, stop in spans)
     first_bytes = torch.zeros(end - begin, dtype=torch.bool)
     second_bytes = first_bytes.clone()

@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.modules.sharded_arithmetic import (
-    functions,
-    operand,
-    without_gradient,
-)
+from echelon.modules.sharded_arithmetic import functions, operand, without_gradient
 from echelon.modules.sharded_tensor import (
     Rule,
     Sharding,
