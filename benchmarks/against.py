@@ -31,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
@@ -143,7 +144,7 @@ def ddp(group: ec.Group) -> Iterator[Item]:
 
 
 def fsdp(group: ec.Group) -> Iterator[Item]:
-    """Steps of the GPT, and of units with almost no work, the model sharded."""
+    """Steps and gathers of the GPT, and of units with almost no work, the model sharded."""
     for task, num_samples in ((gpt_task(group.rank, GPTConfig()), 8), (tiny_task(group.rank), 60)):
         rule = ec.units.by_type(*UNITS)
         model = ec.FSDP(task.build(), group, units=rule, min_num_params=0)
@@ -152,6 +153,14 @@ def fsdp(group: ec.Group) -> Iterator[Item]:
         stats = model.memory_stats()
         peaks = [stats.peak_gathered, stats.peak_gradients]
         yield f"FSDP, {task.name}", {"loss": step(), "peak bytes": peaks}
+        unshard = partial(unshard_all, model)
+        yield Timing(f"FSDP, {task.name}, unshard", unshard, num_samples, 4)
+
+
+def unshard_all(model: ec.FSDP) -> None:
+    """Gather all units at once, and give their memory back."""
+    with model.full_parameters():
+        pass
 
 
 def pipeline(group: ec.Group) -> Iterator[Item]:

@@ -18,6 +18,7 @@ from typing import final
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.utils.hooks import RemovableHandle
 
 from echelon.comm.compiler_bypass import bypass_compiler
@@ -207,7 +208,8 @@ class Backward:
 
     def _expected(self, u: int) -> int:
         """The number of gradients that will come; parameters may be frozen after wrapping."""
-        return sum(param.requires_grad for param in self._units[u].trainable)
+        with DisableTorchFunctionSubclass():  # they may be parts, whose facts take a look-up
+            return sum(param.requires_grad for param in self._units[u].trainable)
 
     def _gradient_hook(self, u: int) -> Callable[[nn.Parameter], None]:
         reference = weakref.ref(self)  # see the note in ``deferred_hooks``

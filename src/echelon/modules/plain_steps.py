@@ -102,26 +102,32 @@ def _make_plain(optimizer: Optimizer) -> None:
         _set_class(param, nn.Parameter)
 
 
-_MARKED = (ShardedTensor, StageGradient, JoinedStages)
+_MARKED = frozenset((ShardedTensor, StageGradient, JoinedStages))
+_HOLDS_NOTHING = frozenset((Tensor, nn.Parameter, ShardedParameter, float, int, bool, str))
+_CONTAINERS = (dict, list, tuple, deque, Optimizer)
 
 
 def _marked_in(values: Iterable[Any], seen: set[int]) -> list[Tensor]:
     """The marked tensors of these values, and of containers and other optimizers among them."""
     marked: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
+    waiting = [values]
+    while waiting:
+        items = tuple(waiting.pop())
+        if _HOLDS_NOTHING.issuperset(map(type, items)):
+            continue  # as nearly always: this runs before each step, over every state
+        for value in items:
             if type(value) in _MARKED:
                 marked.append(value)
-        elif isinstance(value, dict | list | tuple | deque | Optimizer) and id(value) not in seen:
-            seen.add(id(value))
-            if isinstance(value, Optimizer):
-                items: Iterable[Any] = [
-                    v for key, v in vars(value).items() if not key.startswith("_optimizer_")
-                ]
-            else:
-                items = value.values() if isinstance(value, dict) else value
-            marked += _marked_in(items, seen)
+            elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+                seen.add(id(value))
+                waiting.append(_held_by(value))
     return marked
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, Optimizer):
+        return [held for key, held in vars(value).items() if not key.startswith("_optimizer_")]
+    return value.values() if isinstance(value, dict) else value
 
 
 def _set_class(tensor: Tensor, cls: type[Tensor]) -> None:

@@ -190,6 +190,9 @@ class _SaysItIsAPart(PartOfATensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         rule = RULES.get(func)
+        if rule is call_plain and args:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         named = dict(kwargs or {})
         if rule is None:
             refuse(func, args, named)
