@@ -281,18 +281,35 @@ class Group(Transport):
     # Groups and windows ----------------------------------------------------------------------
 
     @final
-    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+    def subgroup(
+        self, ranks: Sequence[int], *, device: torch.device | str | None = None
+    ) -> Group | None:
         """Make a group of some ranks of this one; return None on ranks that are not in it.
 
-        All ranks of this group call it with the same ``ranks``, which are ranks inside this group.
-        Their order and repetitions do not matter.
+        All ranks of this group call it with the same arguments. Another thread than that of the
+        rank needs a group of its own, and on a device one with ``device="cpu"``: its calls then
+        touch neither the device nor what training has queued there.
+
+        Args:
+            ranks: inside this group; their order and repetitions do not matter.
+            device: of the tensors of the new group: None for that of this one, or ``"cpu"``, for
+                which groups over NCCL and its like make connections of gloo.
+
+        Raises:
+            ArgumentError: a rank is not in this group, or ``device`` is another one.
+
+        Example:
+            >>> import echelon as ec
+            >>> ec.run(lambda world: world.group.subgroup([0], device="cpu").size, ranks=1)
+            [1]
         """
         members = self._arguments.members(ranks)
+        place = self._arguments.device_of_subgroup(device)
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         signature = CallSignature("subgroup", None, tuple(members), label=name)
         call = self._number_setup(signature)
-        return self._with_parent(self._subgroup(call, name, members))
+        return self._with_parent(self._subgroup(call, name, members, place))
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import cast, final
@@ -361,7 +361,14 @@ class GroupFactory:
         return c10d.PrefixStore(f"group/{name}", self.job.store)
 
     def _spec(self, name: str, ranks: tuple[int, ...]) -> GroupSpec:
-        return GroupSpec(self.job, name, ranks, self.device, self.timeout, self.make)
+        return GroupSpec(self.job, name, ranks, self.device, self.timeout, self._make_on)
+
+    def _make_on(self, name: str, ranks: tuple[int, ...], device: torch.device) -> TorchGroup:
+        """The group of ``ranks`` on ``device``: on another one than this job's, over gloo."""
+        factory = self
+        if device != self.device:
+            factory = replace(self, backend="gloo", device=device)
+        return factory.make(name, ranks)
 
     @property
     def _limit(self) -> timedelta:
