@@ -95,6 +95,7 @@ def messages_and_memory(rank: int) -> list[Case]:
     return [
         ("barrier", {}, {"label": NO_LABELS}),
         ("broadcast_object", {"item": 1}, {"src": NO_RANKS}),
+        ("gather_bytes", {"data": b"1"}, {"data": [None, 1, "text"], "dst": NO_RANKS}),
         ("all_gather_object", {}, {"item": [lambda: 1, (part for part in "ab")]}),
         *(
             (op, {"tensor": four, "dst": peer}, {"tensor": NO_TENSORS, "dst": [*NO_RANKS, rank]})

@@ -228,7 +228,27 @@ class Group(Transport):
     @final
     def all_gather_bytes(self, data: bytes, *, label: str = "bytes") -> list[bytes]:
         """Return the ``data`` of every rank, in rank order; lengths may differ."""
-        return objects.gather_bytes(self, data, label)
+        return objects.all_gather_bytes(self, data, label)
+
+    @final
+    def gather_bytes(
+        self, data: bytes, dst: int = 0, *, label: str = "bytes"
+    ) -> list[bytes] | None:
+        """Return the ``data`` of every rank, in rank order, on rank ``dst``, and None on others.
+
+        Lengths may differ; the memory is that of the longest on each rank, and ``size`` times that
+        on rank ``dst``.
+
+        Raises:
+            RankError: there is no rank ``dst``.
+
+        Example:
+            >>> import echelon as ec
+            >>> ec.run(lambda world: world.group.gather_bytes(bytes(world.rank)), ranks=2)
+            [[b'', b'\\x00'], None]
+        """
+        self._arguments.check_rank("dst", dst)
+        return objects.gather_bytes(self, data, dst, label)
 
     @final
     def broadcast_object(self, item: Any = None, src: int = 0, *, pickle: bool = False) -> Any:
