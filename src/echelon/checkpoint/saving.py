@@ -258,7 +258,8 @@ class Saving:
         }
 
     def _commit(self, reports: Sequence[Json] | None) -> None:
-        assert self._temporary is not None and reports is not None
+        assert self._temporary is not None
+        assert reports is not None
         sections = {}
         for name, kind in self._kinds.items():
             facts = [report["facts"].get(name, self._facts[name]) for report in reports]

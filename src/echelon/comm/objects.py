@@ -45,7 +45,6 @@ class TensorGroup(Protocol):
         label: str | None = ...,
     ) -> Work | None: ...
 
-
     def gather(
         self,
         tensor: Tensor,

@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import Secret
 from echelon.comm.start_facts import agree, start_facts
+from echelon.comm.streams import is_cpu
 from echelon.comm.torch_dist.engines import (
     Engine,
     NativeEngine,
@@ -259,7 +260,12 @@ class GroupFactory:
         """The group of ``ranks`` (in the job) over their process group; all of them call it."""
         spec = self._spec(name, ranks)
         if self.backend != "gloo":
-            native = NativeEngine(cast(Engine, process_group), leave_running)
+            native = NativeEngine(
+                cast(Engine, process_group),
+                leave_running,
+                abort=process_group.abort,
+                queues=not is_cpu(self.device),
+            )
             return NativeGroup(spec, native, self._check_peers(name, ranks))
         peers = self._peers(cpu_engine(process_group), ranks, partial(self._record_wait, ranks))
         if intruders := self._strangers(peers, self._store(name), name, ranks, trial=0):
