@@ -78,14 +78,14 @@ class Coordinator:
         except Exception as error:
             return None, named(error, None if self.group is None else self.world_rank)
 
-    def _raise_first(self, errors: Sequence[Any], own: Exception | None) -> None:
-        """Raise the first error of the ranks, which are JSON; this rank's is ``own``."""
+    def _raise_first(self, errors: Sequence[Any], raised: Exception | None) -> None:
+        """Raise the first error of the ranks, which are JSON; this rank's was ``raised``."""
         for rank, error in enumerate(errors):
             if error is not None:
                 if rank == self.rank:
-                    assert own is not None
-                    raise own
-                raise _error_from_json(error, self._world_rank_of(rank), self.path) from own
+                    assert raised is not None
+                    raise raised
+                raise _error_from_json(error, self._world_rank_of(rank), self.path) from raised
 
     def run_on_first(self, what: str, step: Callable[[], Any]) -> Any:
         """Run ``step``, which returns JSON, on the first rank; its result, on all ranks.

@@ -12,6 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from echelon.diagnosis.collective_call import CollectiveCall
+from echelon.errors import CheckpointCorrupt
+from echelon.values.untrusted_json import read_json
+
+_MAX_NBYTES = 2**26  # that reading the answer of a rank may take
 
 
 class IssuedCall(NamedTuple):
@@ -70,9 +74,9 @@ def find_stall(
     known = {rank: calls for rank, calls in issued.items() if calls is not None}
     for call in pending:
         at = {rank: _at(call.position, calls) for rank, calls in known.items()}
-        found = {rank: other for rank, other in at.items() if other is not None}
-        if len({other.signature for other in found.values()}) > 1:
-            return Stall(call, {rank: str(other) for rank, other in found.items()}, (), silent)
+        there = {rank: other for rank, other in at.items() if other is not None}
+        if len({other.signature for other in there.values()}) > 1:
+            return Stall(call, {rank: str(other) for rank, other in there.items()}, (), silent)
         missing = tuple(
             rank for rank, calls in known.items() if not calls or calls[-1].position < call.position
         )
@@ -90,10 +94,11 @@ def dump(calls: Mapping[str, Iterable[IssuedCall]]) -> str:
     return json.dumps({group: list(of_group) for group, of_group in calls.items()})
 
 
-def load(text: str | bytes, group: str) -> list[IssuedCall] | None:
+def load(data: bytes, group: str) -> list[IssuedCall] | None:
     """The calls of ``group`` in what another rank has dumped; None if that is something else."""
     try:
-        rows: Any = json.loads(text).get(group, [])
+        read: Any = read_json(data, "what a rank has issued", memory=_MAX_NBYTES)
+        rows = read.get(group, [])
         return [IssuedCall(int(position), str(call), str(place)) for position, call, place in rows]
-    except (ValueError, TypeError, AttributeError):
+    except (CheckpointCorrupt, ValueError, TypeError, AttributeError):
         return None

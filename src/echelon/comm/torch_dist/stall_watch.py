@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol, final
 
 from echelon.comm.torch_dist.engines import EngineWork
 from echelon.diagnosis.collective_call import CollectiveCall
+from echelon.diagnosis.rank_monitor import Store
 from echelon.diagnosis.stalled_calls import IssuedCall, Stall, dump, find_stall, load
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
@@ -33,14 +34,6 @@ _KEY = "stalled"  # in the store: a device is waited for in vain
 
 Line = tuple[str, int | None]  # calls that a device carries out in their order
 COLLECTIVES: Line = ("", None)
-
-
-class Store(Protocol):
-    """The methods that this module uses of a store of ``torch.distributed``."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 class Started(NamedTuple):
