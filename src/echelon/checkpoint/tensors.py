@@ -20,14 +20,14 @@ from torch import Tensor
 from echelon.checkpoint.checksum import Checksum
 from echelon.comm.buffers import is_expanded
 from echelon.comm.object_bytes import flat_bytes
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory of the tensor, on the host, has the bytes as they are saved."""
     return (
-        is_cpu(tensor.device)
+        device_of(tensor.device).is_on_host(tensor)
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
