@@ -277,8 +277,16 @@ def test_memory_of_buckets_is_told_and_returned():
     assert afterwards == {"gradients": 0, "communication": 0}
 
 
+class ReadingWaits(streams.PlainDevice):
+    """A device on which reading a value waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.reading_waits = True
+
+
 def test_a_parameter_that_a_rank_froze_is_told_one_step_late_where_reading_waits(monkeypatch):
-    monkeypatch.setattr(streams, "reading_waits", lambda device: True)
+    monkeypatch.setitem(streams.kinds, "cpu", ReadingWaits)
 
     def main(world):
         ddp = ec.DDP(mlp(), world.group)
@@ -310,7 +318,7 @@ class ReadsOfTheHost(TorchDispatchMode):
 
 def test_the_host_does_not_read_what_a_backward_has_just_reduced(monkeypatch):
     """Whether buffers have changed is read before the next forward, when it is long there."""
-    monkeypatch.setattr(streams, "reading_waits", lambda device: True)
+    monkeypatch.setitem(streams.kinds, "cpu", ReadingWaits)
     finalize, reads = Reducer._finalize_backward, []
 
     def watched(self):

@@ -180,6 +180,14 @@ def test_a_snapshot_is_current_until_the_module_changes(change: str) -> None:
     assert list(map(id, snapshot.params)) == list(map(id, net.parameters()))
 
 
+class ReadingWaits(streams.PlainDevice):
+    """A device on which reading a value waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.reading_waits = True
+
+
 def test_no_rank_decides_by_its_device_when_it_reads_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,7 +198,8 @@ def test_no_rank_decides_by_its_device_when_it_reads_an_answer(
 
     monkeypatch.setattr(streams._NoEvent, "query", ready)
     for waits in (False, True):
-        monkeypatch.setattr(streams, "reading_waits", lambda device, waits=waits: waits)
+        kind = ReadingWaits if waits else streams.PlainDevice
+        monkeypatch.setitem(streams.kinds, "cpu", kind)
         answer = LateAnswer()
         answer.take(torch.tensor([1.0]))
         assert answer.is_yes(at_once=False) is not waits

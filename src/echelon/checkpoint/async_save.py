@@ -22,8 +22,8 @@ from echelon import checks
 from echelon.checkpoint.saving import Saving, SkippedSave
 from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.tensors import copy_aside
-from echelon.comm import streams
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.errors import CheckpointError
 from echelon.launch.run import entered
 from echelon.process.background_threads import run_in_background
@@ -210,12 +210,12 @@ class AsyncSaver:
             end += -(-tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
         if self._memory is None or self._memory.numel() < end:
             self._memory = None  # freed before more is taken
-            self._memory = streams.host_memory(end, torch.uint8, device)
+            self._memory = device_of(device).host_memory(end, torch.uint8)
         copies = [
             copy_aside(tensor, self._memory[start : start + tensor.nbytes])
             for start, tensor in zip(starts, values, strict=True)
         ]
-        streams.synchronize(device)
+        device_of(device).synchronize()
         saving.replace_values(copies)
 
 

@@ -23,8 +23,8 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from echelon.comm import streams
 from echelon.comm.agreement import ObjectGatherer, compare
+from echelon.comm.streams import StreamEvent, device_of
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.compiled import plain_name
 
@@ -221,15 +221,16 @@ class LateAnswer:
     """
 
     def __init__(self) -> None:
-        self._copy: tuple[Tensor, streams.StreamEvent] | None = None
+        self._copy: tuple[Tensor, StreamEvent] | None = None
         self._waits = False
 
     def take(self, answer: Tensor) -> None:
         """Begin to copy it to the host."""
-        host = streams.host_memory(1, answer.dtype, answer.device)
+        device = device_of(answer.device)
+        host = device.host_memory(1, answer.dtype)
         host.copy_(answer, non_blocking=True)
-        self._copy = host, streams.current_stream(answer.device).record_event()
-        self._waits = streams.reading_waits(answer.device)
+        self._copy = host, device.current_stream().record_event()
+        self._waits = device.reading_waits
 
     def is_yes(self, *, at_once: bool = True) -> bool:
         """Whether it is not zero, once; unless ``at_once``, False where reading it would wait."""

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import Secret
 from echelon.comm.start_facts import agree, start_facts
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.comm.torch_dist.engines import (
     Engine,
     NativeEngine,
@@ -264,7 +264,7 @@ class GroupFactory:
                 cast(Engine, process_group),
                 leave_running,
                 abort=process_group.abort,
-                queues=not is_cpu(self.device),
+                queues=not device_of(self.device).is_host,
             )
             return NativeGroup(spec, native, self._check_peers(name, ranks))
         peers = self._peers(cpu_engine(process_group), ranks, partial(self._record_wait, ranks))
