@@ -45,8 +45,10 @@ def start_on_one_rank_alone(rank: int, port: int) -> None:
 def start_while_a_peer_fails(rank: int, port: int) -> None:
     begin = start_module.start_gloo
 
-    def begin_in_vain(*args: Any, **options: Any) -> Engine:
-        begin(*args, **options)
+    def begin_in_vain(store: c10d.Store, *args: Any, **options: Any) -> Engine:
+        begin(store, *args, **options)
+        store.set(f"begun/{rank}", "")
+        store.wait([f"begun/{other}" for other in range(3)])  # or gloo itself would fail on one
         if rank == 1:
             time.sleep(0.2)  # so that its record is the later one
             raise RuntimeError("no such interface")
