@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from echelon.checks import flag, integer, positive
-from echelon.comm.streams import device_of, local_device
+from echelon.comm.streams import has_devices, local_device
 from echelon.comm.threads.free_running import FreeRunning
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.thread_world import ThreadWorld
@@ -240,10 +240,9 @@ def _meet_job(
     # import.
     from echelon.comm import torch_dist
 
-    device = local_device(job.local_rank)
     if backend is None:
         backend = "shm" if job.one_host and sys.platform == "linux" else "gloo"
-        if not device_of(device).is_host:
+        if has_devices():
             backend = "nccl"
     if backend == "shm":
         require_linux("ranks over shared memory")
@@ -268,6 +267,8 @@ def _meet_job(
             close=group.close,
             steps=StepCounter(monitor.record_step, monitor.step_rows),
         )
+    # A rank on the CPU starts no context on a device, which takes half a gigabyte of it.
+    device = torch.device("cpu") if backend == "gloo" else local_device(job.local_rank)
     return torch_dist.connect(
         job, backend, device=device, timeout=timeout, check=check, monitor=monitor
     )
