@@ -18,6 +18,12 @@ from echelon.process import time_limits
 from echelon.process.operating_system import require_linux
 
 
+class RulesName(StrEnum):
+    """The rules of simulated ranks that can be asked for."""
+
+    NCCL = "nccl"
+
+
 class WorldKind(StrEnum):
     """The kinds of ranks of ``echelon run``."""
 
@@ -79,6 +85,15 @@ Step = Annotated[
 ]
 
 
+Rules = Annotated[
+    RulesName | None,
+    typer.Option(
+        help="Let simulated ranks wait for one another as over NCCL, to find hangs that only NCCL "
+        "has: messages match by their order, first uses block, one queue serves a rank."
+    ),
+]
+
+
 ShowCommand = Annotated[
     bool, typer.Option("--print", help="Show the command that does it and start nothing.")
 ]
@@ -99,6 +114,7 @@ def run_script(
     tee: Tee = False,
     concurrent: Concurrent = False,
     step: Step = False,
+    rules: Rules = None,
     show_command: ShowCommand = False,
 ) -> None:
     """Run SCRIPT on many ranks of this machine.
@@ -122,10 +138,17 @@ def run_script(
         "--grace": grace is not None,
     }
     _refuse_for(world, only_for_processes, concurrent=concurrent, step=step)
+    if rules is not None and world is not WorldKind.THREADS:
+        raise typer.BadParameter("use it with --world threads", param_hint="--rules")
     if world is WorldKind.THREADS:
         from echelon.launch.simulated_job import run_threads
 
-        run = partial(run_threads, tee=tee, concurrent=concurrent)
+        run = partial(
+            run_threads,
+            tee=tee,
+            concurrent=concurrent,
+            rules=None if rules is None else rules.value,
+        )
         run_ranks = _step_through if step else None
         raise typer.Exit(run(program, arguments or [], ranks, timeout, run_ranks=run_ranks))
     from echelon.launch import local_job
