@@ -71,10 +71,8 @@ def run(
             are counted as if each rank had a core of its own.
         device: for threads, where all ranks live.
         concurrent: let simulated ranks run at the same time, in any order.
-        rules: ``"nccl"``: for simulated ranks; what would wait in a circle under NCCL does so here,
-            and raises at once: messages match by the order of issue, the first use of a pair or of
-            a group holds its ranks, and one queue serves a rank
-            (``docs/laboratory/nccl-rules.md``).
+        rules: ``"nccl"``: simulated ranks wait for one another as over NCCL, and what hangs there
+            raises here (``docs/laboratory/nccl-rules.md``).
 
     Raises:
         Exception: the first failure of a rank, with a note that names the rank.
@@ -100,18 +98,22 @@ def run(
         thread_world = ThreadWorld(order, ranks, timeout, rank_rules(rules, ranks))
         return _run_threads(fn, thread_world, args, usable_device(device))
     if world == "processes":
-        if concurrent:
-            raise ArgumentError("concurrent is for simulated ranks; processes always are")
-        if rules is not None:
-            raise ArgumentError(
-                f"rules={rules!r:.80} is for simulated ranks: use it with world='threads'"
-            )
-        if device not in ("cpu", torch.device("cpu")):
-            raise ArgumentError(
-                f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
-            )
+        _refuse_for_processes(device, rules, concurrent=concurrent)
         return _run_processes(fn, ranks, args, timeout)
     raise ArgumentError(f"unknown world {world!r:.80}: use 'threads' or 'processes'")
+
+
+def _refuse_for_processes(
+    device: str | torch.device, rules: str | None, *, concurrent: bool
+) -> None:
+    if concurrent:
+        raise ArgumentError("concurrent is for simulated ranks; processes always are")
+    if rules is not None:
+        raise ArgumentError(f"rules={rules!r:.80} is for simulated ranks: use world='threads'")
+    if device not in ("cpu", torch.device("cpu")):
+        raise ArgumentError(
+            f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
+        )
 
 
 def _run_threads(
