@@ -118,6 +118,7 @@ class NativeGroup(TorchGroup):
         check_peers: compare the calls of all ranks before each collective; None: nothing does.
     """
 
+    has_tags = False
     # NCCL's reduce needs no memory for the data of all ranks, and sends each element once.
     overrides = frozenset({Reduce})
 
