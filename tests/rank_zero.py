@@ -66,12 +66,17 @@ class EngineCalls:
         return sum(self.counts.values())
 
 
+def fake_engine(rank: int, size: int) -> Any:
+    """An engine of torch for tests, whose calls take this rank's values for those of all."""
+    make: Any = vars(c10d)["FakeProcessGroup"]  # torch's annotations lack its options
+    return make._create_internal(rank, size, make.Options())
+
+
 class CountingEngine:
     """The ``fake`` engine, which counts its calls."""
 
     def __init__(self, rank: int, size: int, calls: EngineCalls) -> None:
-        make: Any = vars(c10d)["FakeProcessGroup"]  # torch's annotations lack its options
-        self._group, self._calls = make._create_internal(rank, size, make.Options()), calls
+        self._group, self._calls = fake_engine(rank, size), calls
         calls.num_engines += 1
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
