@@ -5,6 +5,8 @@
     gradients of a unit ─ one fused copy ─> slot (a window) ─ reduce-scatter ─> this rank's shard
 
 A slot is used by one reduction after another: a reduction waits until the one before it is over.
+Where ranks share no memory, slots have none between backwards, and sharded gradients none from the
+forward on that finds no ``.grad``: activations need it then.
 
 Gradients are copied into a slot on the current stream, so their memory may be freed at once. All
 that follows is on the reduce stream. Where gradients are kept on the host, that stream copies the
@@ -33,6 +35,8 @@ gradients get new memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import final
 
 import torch
@@ -41,7 +45,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, is_cpu
-from echelon.comm.work import Work
+from echelon.comm.work import Window, Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
@@ -49,26 +53,52 @@ from echelon.fsdp.storage import Storage
 from echelon.modules.held_memory import count_references
 from echelon.modules.sharded_tensor import ShardedTensor
 
+_grad_of = attrgetter("grad")
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
 
 @final
 class Slots:
-    """Windows in which gradients travel, used in turn; all ranks have the same ones."""
+    """Memory in which gradients travel, used in turn; all ranks have the same slots.
+
+    Where ranks share memory, slots are windows. Elsewhere a slot has memory from the first
+    reduction of a backward that uses it until the last one is over.
+    """
 
     def __init__(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> None:
-        self._windows = [group.window(numel, dtype) for _ in range(count)]
+        self._windows: list[Window] = []
+        if group.shares_memory:
+            self._windows = [group.window(numel, dtype) for _ in range(count)]
+            self._slots = [window.local for window in self._windows]
+        else:
+            self._slots = [
+                torch.empty(numel, dtype=dtype, device=group.device) for _ in range(count)
+            ]
         self._users: list[Reduction | None] = [None] * count
         self._next = 0
         self._patience_s = PATIENCE_S  # see the note: a reduction that others are late for
+        self.give_back()
 
     @property
     def nbytes(self) -> int:
         """The bytes of all slots."""
-        return sum(window.numel * window.dtype.itemsize for window in self._windows)
+        return sum(slot.untyped_storage().nbytes() for slot in self._own) + sum(
+            window.numel * window.dtype.itemsize for window in self._windows
+        )
 
-    def acquire(self, user: Reduction, *, wait: bool) -> Tensor | None:
-        """Return the memory of the next slot, 1D, when the reduction before has left it.
+    @property
+    def _own(self) -> list[Tensor]:
+        """The slots whose memory is given back."""
+        return [] if self._windows else self._slots
+
+    def give_back(self) -> None:
+        """Free the memory that no other rank sees; all reductions are over."""
+        for i, slot in enumerate(self._own):
+            self._users[i] = None
+            slot.untyped_storage().resize_(0)
+
+    def acquire(self, user: Reduction, *, wait: bool) -> tuple[int, Tensor] | None:
+        """Return the next slot, its index and memory (1D), when the reduction before has left it.
 
         Without ``wait``, return None if other ranks are late for that reduction.
         """
@@ -78,9 +108,12 @@ class Slots:
                 self._patience_s = 0.0
                 return None
             before.release_slot()
-        i, self._next = self._next, (self._next + 1) % len(self._windows)
+        i, self._next = self._next, (self._next + 1) % len(self._slots)
         self._users[i] = user
-        return self._windows[i].local
+        slot = self._slots[i]
+        if not slot.untyped_storage().nbytes():
+            slot.untyped_storage().resize_(slot.nbytes)
+        return i, slot
 
 
 @final
@@ -107,7 +140,7 @@ class GradientShard:
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
         self._version = 0  # of ``flat``, when it was last the rounded sum
-        self._slot_views: dict[int, list[list[Tensor]]] = {}  # by address of a slot
+        self._slot_views: dict[int, list[list[Tensor]]] = {}  # by index of a slot
         if grad_dtype != storage.dtype:
             for param in storage.optimizer_params:
                 param.grad_dtype = None  # otherwise torch requires the dtype of the parameter
@@ -137,6 +170,18 @@ class GradientShard:
             self._held_by_us = count_references(self._flat, self.views)
         return self._flat
 
+    def drop_unused(self) -> None:
+        """Free the memory of gradients that no parameter has any more, after ``zero_grad()``.
+
+        Gradients in memory that ranks share stay, so that the next ones are written there.
+        """
+        if self._flat is None or self.storage.group.shares_memory:
+            return
+        with DisableTorchFunctionSubclass():
+            gradients = map(_grad_of, self.storage.optimizer_params)
+            if all(map(is_, gradients, repeat(None))):
+                self._flat, self._sum, self.views = None, None, []
+
     def _leave_to_holders(self) -> None:
         """Use new memory from now on if somebody keeps gradients; see the note."""
         flat = self._flat
@@ -157,10 +202,11 @@ class GradientShard:
             device = self.storage.devices.device
             memory = torch.empty(numel, dtype=self.wire_dtype, device=device)
             return GradientBuffer(memory, self._views_in(memory))
-        memory = slot[:numel]
-        views = self._slot_views.get(memory.data_ptr())
+        i, memory = slot
+        memory = memory[:numel]
+        views = self._slot_views.get(i)
         if views is None:
-            views = self._slot_views[memory.data_ptr()] = self._views_in(memory)
+            views = self._slot_views[i] = self._views_in(memory)
         return GradientBuffer(memory, views)
 
     def _views_in(self, memory: Tensor) -> list[list[Tensor]]:
