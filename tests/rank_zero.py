@@ -9,6 +9,7 @@ So a test counts what a step takes on 4,096 ranks, in one process and without a 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections import Counter
@@ -192,6 +193,19 @@ class TensorsMade(TorchDispatchMode):
         self.num_tensors += len(out) if isinstance(out, list | tuple) else 1
         self.num_tensors += sum(len(arg) for arg in args if isinstance(arg, list | tuple))
         return out
+
+
+def held_nbytes(device: torch.device | None = None) -> int:
+    """Bytes of all memory that a tensor of Python refers to, each counted once."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor) and not item.is_meta:
+            with torch._C.DisableTorchFunctionSubclass():
+                memory = item.untyped_storage()
+            if device is None or memory.device == device:
+                storages[memory._cdata] = memory.nbytes()
+    return sum(storages.values())
 
 
 def main() -> None:

@@ -11,12 +11,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import echelon as ec
 from echelon.fsdp.shard_layout import layout_by_element, layout_by_rows
 from tests.rank_zero import (
     UNEVEN,
     Instructions,
     TensorsMade,
     blocks,
+    held_nbytes,
     rank_zero,
     sharded,
     step,
@@ -97,6 +99,28 @@ def test_equal_parts_have_every_element_once_and_long_ones_begin_at_64_bytes(
             assert len(pieces) <= 2
     else:
         assert layout.padded_numel - layout.numel < size * 16 * 17
+
+
+@pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_OPTIMIZER])
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_between_forward_and_the_first_reduction_a_rank_holds_shards_and_no_gradients(
+    layout: str, strategy: ec.Strategy
+) -> None:
+    width = 256
+    block = 3 * (width + 2) * width * 4
+    with rank_zero(8) as (group, _):
+        before = held_nbytes()
+        model = sharded(blocks(UNITS, width), group, layout=layout, strategy=strategy)
+        for _ in range(2):
+            step(model, width)
+        loss = model(torch.ones(2, width)).sum()
+        shards = sum(ec.local_shard(param).nbytes for param in model.parameters())
+        stats = model.memory_stats()
+        assert (stats.slots, stats.gradients) == (0, 0)
+        # The graph, the batch and padding are much less than the slot of a block.
+        assert held_nbytes() - before - shards - stats.gathered < block / 8
+        loss.backward()
+        assert (model.memory_stats().slots, model.memory_stats().gradients) == (0, shards)
 
 
 def python_of_a_step(size: int, layout: str) -> tuple[int, int]:
