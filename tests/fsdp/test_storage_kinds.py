@@ -55,11 +55,11 @@ class RecordingEvent(streams.StreamEvent):
         self.stream.log.append(f"host waits for {self.stream.name}")
 
 
-def step(world: World, log: list[str], offload: Offload) -> list[str]:
+def step(world: World, log: list[str], offload: Offload, trains_bias: bool) -> list[str]:
     """One forward and backward of a model that is one unit."""
-    model = ec.FSDP(
-        nn.Linear(3, 2), world.group, units=ec.units.whole(), min_num_params=0, offload=offload
-    )
+    linear = nn.Linear(3, 2)
+    linear.bias.requires_grad_(trains_bias)
+    model = ec.FSDP(linear, world.group, units=ec.units.whole(), min_num_params=0, offload=offload)
     log.clear()
 
     def listen(event: ec.events.Event) -> None:
@@ -73,7 +73,9 @@ def step(world: World, log: list[str], offload: Offload) -> list[str]:
     return log
 
 
-def record(patch: pytest.MonkeyPatch, offload: Offload) -> tuple[list[str], list[str]]:
+def record(
+    patch: pytest.MonkeyPatch, offload: Offload, *, trains_bias: bool = True
+) -> tuple[list[str], list[str]]:
     log: list[str] = []
     names = iter("GR")
     for new_stream in ("current_stream", "side_stream"):
@@ -82,7 +84,7 @@ def record(patch: pytest.MonkeyPatch, offload: Offload) -> tuple[list[str], list
     patch.setattr(
         local_shard, "has_two_memories", lambda offload, device: offload is not Offload.NONE
     )
-    found: list[Any] = ec.run(step, 1, args=(log, offload))
+    found: list[Any] = ec.run(step, 1, args=(log, offload, trains_bias))
     at = found[0].index("|")
     return found[0][:at], found[0][at + 1 :]
 
@@ -129,3 +131,11 @@ def test_without_offload_the_host_waits_for_nothing(
     assert "host waits for G" not in forward[1:]
     waits = [one for one in [*forward, "|", *backward] if one.startswith(("host waits", "|"))]
     assert waits == expected
+
+
+def test_gathers_of_all_storages_wait_once_for_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, _ = record(monkeypatch, Offload.ALL, trains_bias=False)  # two storages
+    assert forward.count("G(") == 2
+    assert forward[: forward.index("G(")].count("G follows") == 1

@@ -37,6 +37,7 @@ class ShardDevices:
         offload: what is kept on the host; NONE where that is the same memory.
         unshard_stream: the stream of all-gathers.
         reduce_stream: the stream of reductions.
+        replica_stream: the stream of reductions over replicas, which follow them.
     """
 
     def __init__(self, groups: HybridGroups, offload: Offload) -> None:
@@ -47,6 +48,8 @@ class ShardDevices:
         new_stream = current_stream if group.shares_memory else side_stream
         self.unshard_stream: Stream = new_stream(group.device)
         self.reduce_stream: Stream = new_stream(group.device)
+        has_replicas = groups.replicas is not None
+        self.replica_stream = new_stream(group.device) if has_replicas else self.reduce_stream
 
     @property
     def offloads(self) -> bool:

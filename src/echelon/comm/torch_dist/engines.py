@@ -39,10 +39,16 @@ class Engine(Protocol):
 
 
 class NativeEngine(NamedTuple):
-    """An engine with collectives, and ``shut_down(failed)`` that ends it."""
+    """An engine with collectives.
+
+    Attributes:
+        shut_down: ends it; called with whether the job has failed.
+        averages: whether its reductions have means of floating-point numbers.
+    """
 
     engine: Engine
     shut_down: Callable[[bool], None]
+    averages: bool = False
 
 
 def available_backends() -> list[str]:
@@ -103,7 +109,9 @@ def start_native(
         nccl = c10d.ProcessGroupNCCL(store, rank, len(ranks), options)
         # After a failure, peers may never answer, and a shutdown would wait for them.
         return NativeEngine(
-            cast(Engine, nccl), lambda failed: nccl.abort() if failed else nccl.shutdown()
+            cast(Engine, nccl),
+            lambda failed: nccl.abort() if failed else nccl.shutdown(),
+            averages=True,
         )
     if not dist.is_initialized():
         dist.init_process_group(

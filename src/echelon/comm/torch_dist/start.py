@@ -259,7 +259,8 @@ class GroupFactory:
         """The group of ``ranks`` (in the job) over their process group; all of them call it."""
         spec = self._spec(name, ranks)
         if self.backend != "gloo":
-            native = NativeEngine(cast(Engine, process_group), leave_running)
+            averages = self.backend == "nccl"
+            native = NativeEngine(cast(Engine, process_group), leave_running, averages)
             return NativeGroup(spec, native, self._check_peers(name, ranks))
         peers = self._peers(cpu_engine(process_group), ranks, partial(self._record_wait, ranks))
         if intruders := self._strangers(peers, self._store(name), name, ranks, trial=0):
