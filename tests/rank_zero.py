@@ -33,6 +33,7 @@ from echelon.comm.torch_dist.native import NativeGroup
 from echelon.diagnosis.rank_monitor import RankMonitor
 
 NUM_PARAMS = 9  # of a block
+_OPS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
 UNEVEN = (37, 3, 11)  # no multiple of anything that ranks are a multiple of
 
 
@@ -92,7 +93,7 @@ class CountingEngine:
                 self._calls.parts.append(min(nbytes))
             op = getattr(args[-1], "reduceOp", None)
             if op is not None:
-                self._calls.ops[str(op)] += 1
+                self._calls.ops[next(n for n in _OPS if op == getattr(c10d.ReduceOp, n))] += 1
             start = time.thread_time()
             try:
                 with _disable_current_modes():  # its copies are not those of a device
@@ -111,7 +112,7 @@ def group_of(size: int, device: torch.device | None = None) -> tuple[NativeGroup
     def connect(name: str, ranks: tuple[int, ...]) -> NativeGroup:
         spec = GroupSpec(job, name, ranks, device or torch.device("cpu"), 60.0, connect)
         engine = CountingEngine(ranks.index(0), len(ranks), calls)
-        return NativeGroup(spec, NativeEngine(cast(Engine, engine), lambda failed: None))
+        return NativeGroup(spec, NativeEngine(cast(Engine, engine), lambda failed: None, True))
 
     return connect("world", tuple(range(size))), calls
 
@@ -185,11 +186,12 @@ class TensorsMade(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_ops = self.num_tensors = 0
+        self.num_tensors = 0
+        self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.num_ops += 1
+        self.names[str(func)] += 1
         self.num_tensors += len(out) if isinstance(out, list | tuple) else 1
         self.num_tensors += sum(len(arg) for arg in args if isinstance(arg, list | tuple))
         return out

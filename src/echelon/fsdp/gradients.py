@@ -9,7 +9,9 @@ Where ranks share no memory, slots have none between backwards, and sharded grad
 forward on that finds no ``.grad``: activations need it then.
 
 Gradients are copied into a slot on the current stream, so their memory may be freed at once. All
-that follows is on the reduce stream. Where gradients are kept on the host, that stream copies the
+that follows is on the reduce stream, and the reduction over replicas on a stream of its own, so
+that the next reduction of shards does not wait for it. A slot is free when the reduction of shards
+is over. Where gradients are kept on the host, that stream copies the
 reduced ones there, and the host waits for the copy at the end of backward.
 
 [Note: a reduction that others are late for]
@@ -324,7 +326,9 @@ class Reduction:
         self._devices = shard.storage.devices
         self._work: Work | None = None
         self._output: Tensor | None = None
-        self._event: StreamEvent | None = None  # the end of the reduction on its stream
+        self._left_slot: StreamEvent | None = None  # from then on nothing reads the slot
+        self._event: StreamEvent | None = None  # the end of all that follows the reduction
+        self._kept: Tensor | None = None  # what another stream reads than it was allocated on
         self._is_over = False
 
     def start(self, gradients: list[Tensor | None]) -> None:
@@ -402,38 +406,51 @@ class Reduction:
     def _store(self) -> None:
         """Move the result to where it is kept; the reduction is over, or queued on the stream."""
         assert self._output is not None
-        with self._devices.reduce_stream.as_current():
-            output = self.shard.storage.without_padding(self._output)
+        storage, devices = self.shard.storage, self._devices
+        self._kept = self._output if self._replicas is not None else None
+        reduced = devices.reduce_stream.record_event()
+        with devices.replica_stream.as_current():
+            if self._replicas is not None:
+                reduced.wait()  # otherwise it would reduce what is not there yet
+            output = storage.without_padding(self._output)
             if self._replicas is not None:
                 self._replicas.all_reduce(output, self._options.op, label=self._label)
             if (divisor := self._options.divisor()) != 1:
                 output.div_(divisor)
-            if self._devices.offloads:
+            if devices.offloads:
                 on_host = self.shard.flat
                 if not self._is_direct:
-                    on_host = self._devices.empty_on_host(output.numel(), output.dtype)
+                    on_host = devices.empty_on_host(output.numel(), output.dtype)
                 self._output = on_host.copy_(output, non_blocking=True)
             else:
                 self.shard.accumulate(output, add=self._reduced_before is not None)
                 self._output = None
-        self._event = self._devices.reduce_stream.record_event()
+        self._event = devices.replica_stream.record_event()
+        self._left_slot = reduced if storage.sharded else self._event
 
     def release_slot(self) -> None:
         """Wait until the slot may be used again; on CUDA the current stream waits."""
+        self._follow()
+        if self._left_slot is not None:
+            self._left_slot.wait()
+
+    def _follow(self) -> None:
+        """Wait for the reduction over the shard group, and issue what follows it."""
         work, self._work = self._work, None
         if work is not None:
             with self._devices.reduce_stream.as_current():
                 work.wait()
             self._store()
-        if self._event is not None:
-            self._event.wait()
 
     def finish(self) -> None:
         """Wait for the reduction, and leave the result in the views."""
         if self._is_over:
             return
         self._is_over = True
-        self.release_slot()
+        self._follow()
+        if self._event is not None:
+            self._event.wait()
+        self._kept = None
         if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()

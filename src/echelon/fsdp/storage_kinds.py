@@ -131,8 +131,6 @@ class GatheredStorage(Storage):
             device_of(self.devices.device).resize(memory, nbytes)
 
     def refresh(self) -> None:
-        # The unshard stream waits for the optimizer step; otherwise it would send old shards.
-        self.devices.unshard_stream.wait_for_current()
         self._local.refresh()
 
     def unshard(self, *, async_op: bool = False) -> None:
@@ -225,7 +223,6 @@ class ReplicatedStorage(Storage):
         if self._buffer is self._local.masters:
             return
         stream = self.devices.unshard_stream
-        stream.wait_for_current()  # the optimizer may still write the masters
         self._local.refresh()
         with stream.as_current():
             self._buffer.copy_(self._local.staged, non_blocking=True)
