@@ -384,7 +384,7 @@ MORE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 DDP_OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "rank 1": {"rank": 1},
+    "rank 1": {"rank": 1, "bucket_bytes": 64, "first_bucket_bytes": 64},
     "rank 1, batch norm": {"rank": 1, "model": Normed},
     "small buckets": {"bucket_bytes": 256, "first_bucket_bytes": 64},
     "bf16": {"gradient_dtype": torch.bfloat16, "bucket_bytes": 512},
@@ -488,7 +488,7 @@ def _pipeline_programs() -> Iterator[tuple[str, Program]]:
         yield f"pipeline {schedule} {ranks}", partial(_pipeline, make, ranks, 12)
     for schedule in ("gpipe", "zb-v"):
         make = partial(_scheduled, schedule, FAMILIES[schedule].chunks or 1, Wide)
-        yield f"pipeline {schedule} of large messages", partial(_pipeline, make, 2, 3072)
+        yield f"pipeline {schedule} of large messages", partial(_pipeline, make, 2, 12288)
     for name, plan in _plans():
         yield f"pipeline {name}", partial(_pipeline, partial(_planned, plan), 2, 8)
 
