@@ -3,6 +3,9 @@
 [Note: a group for the thread]
 The thread communicates with the other ranks while training communicates, so it has a group of its
 own: two threads in one group could issue their collectives in different orders on different ranks.
+The group is on the CPU. On a device, a wait of the thread would hold up the stream on which
+training computes until the slowest rank has written its files, and two ranks whose threads and
+trainings launch collectives in different orders could wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -146,7 +149,7 @@ class AsyncSaver:
         at_end: registers a function for the regular end of the world or the script.
 
     Attributes:
-        group: a subgroup of the same ranks, for the thread. See [Note: a group for the thread].
+        group: the same ranks on the CPU, for the thread. See [Note: a group for the thread].
     """
 
     _of_script: ClassVar[AsyncSaver | None] = None
@@ -154,7 +157,7 @@ class AsyncSaver:
     def __init__(self, group: Group | None, at_end: AtEnd) -> None:
         self.group: Group | None = None
         if group is not None and group.size > 1:
-            self.group = group.subgroup(range(group.size))
+            self.group = group.subgroup(range(group.size), device="cpu")
         self._at_end = at_end
         self._last: AsyncSave | None = None
         self._memory: Tensor | None = None

@@ -93,14 +93,15 @@ _MAPS = Path("/proc/self/maps")
 def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse named tensors in memory that cannot be written; see the note.
 
-    Without ``/proc``, all memory counts as writable.
+    Without ``/proc``, all memory counts as writable, and so does that of devices: the addresses of
+    CUDA lie in a range that is reserved without any rights.
 
     Raises:
         ArgumentError: names the first tensor.
     """
     pages: _Pages | None = None
     for name, tensor in tensors:
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or not device_of(tensor.device).is_host:
             continue
         pages = _Pages() if pages is None else pages
         if pages.is_read_only(tensor.data_ptr()):

@@ -5,7 +5,8 @@ accumulated; ``"mean"`` is its sum and a division. Reductions that engines do no
 bitwise, product of complex numbers and the like) are a gather and a local reduction in rank order.
 Data that is only moved travels as bytes, so every dtype works.
 
-On CUDA, work is queued: ``wait`` orders the current stream behind it and returns at once.
+On CUDA, work is queued: ``wait`` orders the current stream behind it and returns at once, and
+``stall_watch`` tells of ranks that do not come.
 Messages between two ranks match in the order of issue, whatever their tags: NCCL has none.
 """
 
@@ -25,6 +26,7 @@ from echelon.comm.primitives import (
     AllReduce,
     Broadcast,
     Derived,
+    EqualParts,
     Exchange,
     Primitive,
     Receive,
@@ -36,9 +38,18 @@ from echelon.comm.torch_dist.engines import Engine, EngineWork, NativeEngine
 from echelon.comm.torch_dist.group import GroupSpec, Lengths, TorchGroup
 from echelon.comm.torch_dist.peers import PeerLost, Peers
 from echelon.comm.torch_dist.signature_check import Agreement
+from echelon.comm.torch_dist.stall_watch import Started
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
-from echelon.errors import CommError, CommTimeout, StateError, UnsupportedError
+from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.stalled_calls import Stall
+from echelon.errors import (
+    CollectiveMismatch,
+    CommError,
+    CommTimeout,
+    StateError,
+    UnsupportedError,
+)
 
 _OPS = {
     "sum": c10d.ReduceOp.SUM,
@@ -54,6 +65,10 @@ _REDUCED = {
 }  # fmt: skip
 _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 _POLL_S = 0.0005
+_ALL_HAVE_ISSUED = (
+    "All ranks have issued all collectives of this group. So a device or the network between them "
+    "does not go on, or the ranks launch the collectives of two groups in different orders."
+)
 
 
 @final
@@ -104,6 +119,7 @@ class NativeGroup(TorchGroup):
         check_peers: compare the calls of all ranks before each collective; None: nothing does.
     """
 
+    has_tags = False
     # NCCL's reduce needs no memory for the data of all ranks, and sends each element once.
     overrides = frozenset({Reduce})
 
@@ -112,10 +128,11 @@ class NativeGroup(TorchGroup):
     ) -> None:
         super().__init__(spec, None if check_peers is None else Agreement(check_peers, spec.ranks))
         self._engine: Engine | None = native.engine
-        self._shut_down = native.shut_down
+        self._shut_down, self._abort = native.shut_down, native.abort
         self._check_peers = check_peers
         self._others = tuple(rank for rank in self.ranks if rank != spec.job.rank)
-        spec.job.join(lambda: None if check_peers is None else check_peers.sever(), self._drop)
+        self._watch = spec.job.stalls.join(self) if native.queues else None
+        spec.job.join(self._sever, self._drop)
 
     def _kept_in_forks(self) -> Sequence[object]:
         return (self._engine,)
@@ -162,8 +179,15 @@ class NativeGroup(TorchGroup):
     def _reduce_scatter(
         self, call: CollectiveCall, output: Tensor, input: Tensor, splits: list[int], op: str
     ) -> Work:
+        is_even = splits.count(splits[0]) == len(splits)
+        if not is_even and _reducible(output, op) is not None and _pads_little(splits):
+            longest = max(splits)
+            equal, part = _padded(input, splits), input.new_empty(longest)
+            work = self._reduce_scatter(call, part, equal, [longest] * self.size, op)
+            work.then(lambda: _copy_all([output], [part[: output.numel()]]))
+            return work
         out_view, in_view = _reducible(output, op), _reducible(input, op)
-        if out_view is None or in_view is None or len(set(splits)) > 1:
+        if out_view is None or in_view is None or not is_even:
             parts = output.new_empty(self.size * output.numel())
             work = self._exchange(call, parts, input, _even(parts, self.size), splits)
             rows = _rows(parts, self.size)
@@ -205,6 +229,8 @@ class NativeGroup(TorchGroup):
     # Movement --------------------------------------------------------------------------------
 
     def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        if isinstance(outputs, EqualParts):
+            return self._gather_flat(call, outputs.flat, input)
         if len({output.numel() for output in outputs}) > 1:
             return self._gather_uneven(call, outputs, input)
         flat = _joined(outputs)
@@ -222,9 +248,21 @@ class NativeGroup(TorchGroup):
             lambda engine: [engine._allgather_base(_bytes(output), _bytes(input), options)],
         )
 
+    # Engines have no collectives for parts of unequal lengths. If padding takes little, all parts
+    # are sent as long as the longest; else, as where one rank has everything, each rank broadcasts.
     def _gather_uneven(
         self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
     ) -> Work:
+        lengths = [output.numel() for output in outputs]
+        if _pads_little(lengths):
+            longest = max(lengths)
+            everyone, part = input.new_empty(self.size * longest), input.new_zeros(longest)
+            part[: input.numel()].copy_(input)
+            work = self._gather_flat(call, everyone, part)
+            rows = zip(_rows(everyone, self.size), lengths, strict=True)
+            targets, parts = [*map(_bytes, outputs)], [_bytes(row[:numel]) for row, numel in rows]
+            work.then(lambda: torch._foreach_copy_(targets, parts))
+            return work
         if outputs[self.rank].data_ptr() != input.data_ptr():
             outputs[self.rank].copy_(input)
 
@@ -297,6 +335,8 @@ class NativeGroup(TorchGroup):
             works = start(self._engine)
         except RuntimeError as error:
             raise translate(error) from error
+        if self._watch is not None:
+            self._watch(call, works)
         return NativeWork(call, works, translate, self._others)
 
     def _synchronize(self, call: CollectiveCall, lengths: Lengths | None = None) -> None:
@@ -308,6 +348,39 @@ class NativeGroup(TorchGroup):
             self._agreement.check(call, lengths)
         except PeerLost as lost:
             raise self._diagnose(call, lost, start_s, lengths) from lost.__cause__
+
+    # Failures --------------------------------------------------------------------------------
+
+    def end_stall(self, started: Started, stall: Stall) -> None:
+        """Have this rank fail, because its device waits for others; see ``stall_watch``."""
+        call, seconds = started.call, time.monotonic() - started.start_s
+        peer = call.signature.root if call.signature.op in ("send", "recv") else None
+        missing = stall.missing + stall.silent
+        if stall.call is None and peer is not None:
+            missing = (self.ranks[peer],)
+        report = FailureRecord.of_call(call, late=True, missing=missing, seconds=seconds)
+        what, others = str(call), ""
+        if stall.call is not None:
+            what = f"{stall.call.signature} (#{stall.call.position} of group {self.name!r}) at "
+            what += stall.call.place
+        elif peer is None:
+            others = _ALL_HAVE_ISSUED
+        error: CommError = CommTimeout(what, missing, seconds, others)
+        if stall.call is not None and stall.different:
+            error = CollectiveMismatch(self.name, stall.call.position, stall.different)
+        self._job.give_up(error, report)
+
+    def look(self, started: Started) -> None:
+        """Have this rank fail if another one of the group has."""
+        try:
+            self._job.look(self.ranks)
+        except PeerLost as lost:
+            self._diagnose(started.call, lost, started.start_s)
+
+    def _sever(self) -> None:
+        if self._check_peers is not None:
+            self._check_peers.sever()
+        self._abort()
 
     def _drop(self, failed: bool) -> None:
         self._engine = None
@@ -339,6 +412,19 @@ def _rooted(rank: int) -> c10d.BroadcastOptions:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
+
+
+def _pads_little(lengths: Sequence[int]) -> bool:
+    """Whether parts of these lengths, all as long as the longest, take at most twice the memory."""
+    return max(lengths) * len(lengths) <= 2 * sum(lengths)
+
+
+def _padded(flat: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The parts of ``flat``, all as long as the longest by zeros behind them, end to end."""
+    padded = flat.new_zeros(len(lengths), max(lengths))
+    targets = [row[:numel] for row, numel in zip(padded.unbind(0), lengths, strict=True)]
+    torch._foreach_copy_(targets, flat.split(list(lengths)))
+    return padded.view(-1)
 
 
 def _even(tensor: Tensor, count: int) -> list[int]:
