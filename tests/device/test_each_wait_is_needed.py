@@ -55,6 +55,9 @@ WITNESSES = {
 }
 # Waits that another one covers in every program here.
 COVERED = {
+    'ddp/replicas.py, broadcast_parameters: group.broadcast(members[0], src, label="parameters")': (
+        "a later call of the communicator is waited for before a forward reads the parameters"
+    ),
     "fsdp/storage_kinds.py, _allocate: devices.unshard_stream.wait_for_current()": (
         "`reshard`, which follows at once, waits as well"
     ),
