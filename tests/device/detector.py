@@ -63,8 +63,25 @@ class Detector:
         self._communicators: dict[object, Line] = {}
         self.default = Line("the default stream")
         self._streams = [self.default]
-        self._owner = threading.get_ident()
-        self._threads = {self._owner: Thread(Line("the host"), self.default)}
+        self._owner = 0
+        self._threads: dict[int, Thread] = {}
+
+    def of_another_rank(self, rank: int) -> Detector:
+        """A detector for another rank of the job, which leaves the same waits out."""
+        return Detector(f"rank {rank}", costs=self._costs, dropped=self.dropped)
+
+    def take(self, other: Detector) -> None:
+        """Take over what was found on another rank."""
+        self.findings += other.findings
+        for mine, theirs in (
+            (self.host_waits, other.host_waits),
+            (self.places, other.places),
+            (self.foreign, other.foreign),
+            (self.mixed, other.mixed),
+        ):
+            mine.update(theirs)
+        for pool, memories in other._given_back.items():
+            self._given_back.setdefault(pool, []).extend(memories)
 
     # Lines -----------------------------------------------------------------------------------
 
@@ -82,6 +99,11 @@ class Detector:
     def host(self) -> Line:
         """The thread of the host that asks."""
         return self.thread.line
+
+    def begin(self) -> None:
+        """The thread that asks is that of the rank."""
+        self._owner = threading.get_ident()
+        self._threads = {self._owner: Thread(Line("the host"), self.default)}
 
     def begin_thread(self, start: Point) -> None:
         """The thread that asks begins after ``start``; the default stream is current in it."""

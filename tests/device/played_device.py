@@ -542,6 +542,7 @@ def played_devices() -> Iterator[None]:
 @contextmanager
 def watched(detector: Detector) -> Iterator[Detector]:
     """Watch this thread in the body, inside of ``played_devices``."""
+    detector.begin()
     played = Played(detector)
     _here.played = played
     try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,11 @@ import echelon as ec
 from echelon import MixedPrecision, Offload, Strategy
 from echelon.comm.fake.group import FakeGroup
 from echelon.comm.group import Group
+from echelon.comm.world import World
 from echelon.fsdp.policy import BackwardPrefetch
+from echelon.pipeline.schedules.families import FAMILIES
+from echelon.planner.dry_run import DryRunOptions, fake_world
+from echelon.plans.plans import Plan
 from tests.device.detector import Detector
 from tests.device.played_device import watched
 
@@ -97,9 +102,13 @@ class Training:
 
 
 def fsdp(
-    size: int = 4, replicas: int = 1, model: Callable[[], nn.Module] = Model, **options: Any
+    size: int = 4,
+    replicas: int = 1,
+    rank: int = 0,
+    model: Callable[[], nn.Module] = Model,
+    **options: Any,
 ) -> Training:
-    group = FakeGroup(0, range(size * replicas))
+    group = FakeGroup(rank, range(size * replicas))
     shard: Group = group if replicas == 1 else _part(group, range(size))
     if replicas > 1:
         options["replicate"] = _part(group, range(0, size * replicas, size))
@@ -113,8 +122,8 @@ def _part(group: Group, ranks: range) -> Group:
     return part
 
 
-def ddp(model: Callable[[], nn.Module] = Model, **options: Any) -> Training:
-    group = FakeGroup(0, range(4))
+def ddp(rank: int = 0, model: Callable[[], nn.Module] = Model, **options: Any) -> Training:
+    group = FakeGroup(rank, range(4))
     return Training(ec.DDP(model(), group, **options), group)
 
 
@@ -183,18 +192,10 @@ def guards(training: Training) -> None:
 
 
 def aborts(training: Training) -> None:
-    def fail(gradient: Tensor) -> None:
-        raise KeyError("a hook of the user")
-
     training.step(1)
-    hidden = training.model.module.blocks[1]
-    handle = hidden.register_full_backward_hook(lambda *_: fail(_[0]))
-    try:
+    handle = training.model.module.blocks[1].register_full_backward_hook(_fail)
+    with pytest.raises(KeyError):
         training.loss().backward()
-    except KeyError:
-        pass
-    else:
-        raise AssertionError("the hook was not called")
     handle.remove()
     training.optimizer.zero_grad()
     training.step(2)
@@ -277,6 +278,20 @@ def freezes(training: Training) -> None:
     training.step(2)
 
 
+def drops_the_model_in_a_forward(training: Training) -> None:
+    training.step(1)
+    training.model.module.blocks[0].register_forward_hook(_fail)
+    with pytest.raises(KeyError):
+        training.loss()
+    training.model = training.optimizer = None
+    gc.collect()
+    torch.ones(1)
+
+
+def _fail(*_: object) -> None:
+    raise KeyError("a hook of the user")
+
+
 def drops_the_model(training: Training) -> None:
     training.step(1)
     loss = training.loss()
@@ -343,6 +358,7 @@ ACTS = {
         accumulates, keeps_gradients, evaluates, clips, scales, guards, aborts, shows_full,
         gives_states, gives_sharded_states, stays_unsharded, skips_units, runs_twice,
         on_a_stream_of_the_user, freezes, drops_the_model, drops_the_model_before_backward,
+        drops_the_model_in_a_forward,
     )
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -356,6 +372,8 @@ MORE_OPTIONS: dict[str, dict[str, Any]] = {
     "no backward prefetch": {"backward_prefetch": BackwardPrefetch.NONE},
     "flat parameters": {"use_orig_params": False, "units": ec.units.whole()},
     "7 ranks": {"size": 7},
+    "rank 2": {"rank": 2},
+    "rank 2, rows": {"rank": 2, "layout": "rows"},
     "7 ranks, rows, prefetched": {"size": 7, "layout": "rows", "forward_prefetch": 1},
     "low gradients": {"precision": ALL_BF16},
     "sum": {"reduction": "sum"},
@@ -366,6 +384,8 @@ MORE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 DDP_OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
+    "rank 1": {"rank": 1, "bucket_bytes": 64, "first_bucket_bytes": 64},
+    "rank 1, batch norm": {"rank": 1, "model": Normed},
     "small buckets": {"bucket_bytes": 256, "first_bucket_bytes": 64},
     "bf16": {"gradient_dtype": torch.bfloat16, "bucket_bytes": 512},
     "sum": {"reduction": "sum"},
@@ -386,4 +406,93 @@ def _act_programs() -> Iterator[tuple[str, Program]]:
         yield f"DDP: {act.__name__}", _one_rank(partial(ddp, bucket_bytes=256), act)
 
 
-PROGRAMS: dict[str, Program] = {**dict(_fsdp_programs()), **dict(_act_programs())}
+# Pipelines ---------------------------------------------------------------------------------------
+
+
+def _plans() -> Iterator[tuple[str, Plan]]:
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
+        pipe: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "chunks": chunks}
+        yield f"{schedule} with DDP", Plan(pp=2, dp=4, ddp={"bucket_bytes": 256}, **pipe)
+        yield f"{schedule} with FSDP", Plan(pp=2, shard=4, fsdp={"min_num_params": 20}, **pipe)
+        yield (
+            f"{schedule} with HSDP",
+            Plan(pp=2, dp=2, shard=2, fsdp={"min_num_params": 20}, **pipe),
+        )
+
+
+class Wide(nn.Module):
+    """A block whose output is too large to be packed with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.scale = Block(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) * self.scale
+
+
+def _stage_main(
+    make: Callable[[World], ec.Pipeline],
+    rows: int,
+    detectors: Sequence[Detector],
+    stages: World,
+) -> None:
+    stages.group.shares_memory = False  # as over NCCL, where a stage keeps what it sends
+    with watched(detectors[stages.rank]):
+        torch.manual_seed(0)
+        pipe = make(stages)
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        for batch in (rows, rows, rows // 2, rows):
+            x = torch.ones(batch, WIDTH)
+            pipe.step(x, target=torch.zeros(batch, WIDTH))
+            ec.clip_grad_norm_(pipe, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            pipe(torch.ones(rows, WIDTH))
+
+
+def _scheduled(
+    schedule: str, chunks: int, make_stage: type[nn.Module], stages: World
+) -> ec.Pipeline:
+    modules = [make_stage() for _ in range(chunks * stages.size)]
+    return ec.Pipeline(
+        modules, stages.group, microbatches=6, schedule=schedule, loss_fn=nn.MSELoss()
+    )
+
+
+def _planned(plan: Plan, stages: World) -> ec.Pipeline:
+    world = fake_world(plan, stages, DryRunOptions())
+    modules = [nn.Sequential(Block(), Block()) for _ in range(plan.chunks * stages.size)]
+    units = ec.units.by_type(Block) if plan.shard > 1 else None
+    pipe = ec.parallelize(modules, plan, world, loss_fn=nn.MSELoss(), units=units)
+    assert isinstance(pipe, ec.Pipeline)
+    return pipe
+
+
+def _pipeline(
+    make: Callable[[World], ec.Pipeline], ranks: int, rows: int, detector: Detector
+) -> None:
+    """All ranks are watched, and what is found on any of them is found."""
+    detectors = [detector, *(detector.of_another_rank(r) for r in range(1, ranks))]
+    ec.run(partial(_stage_main, make, rows, detectors), ranks)
+    for other in detectors[1:]:
+        detector.take(other)
+
+
+def _pipeline_programs() -> Iterator[tuple[str, Program]]:
+    for ranks, (schedule, family) in product((2, 3), FAMILIES.items()):
+        if schedule == "forward-only":
+            continue
+        make = partial(_scheduled, schedule, family.chunks or 2, Block)
+        yield f"pipeline {schedule} {ranks}", partial(_pipeline, make, ranks, 12)
+    for schedule in ("gpipe", "zb-v"):
+        make = partial(_scheduled, schedule, FAMILIES[schedule].chunks or 1, Wide)
+        yield f"pipeline {schedule} of large messages", partial(_pipeline, make, 2, 12288)
+    for name, plan in _plans():
+        yield f"pipeline {name}", partial(_pipeline, partial(_planned, plan), 2, 8)
+
+
+PROGRAMS: dict[str, Program] = {
+    **dict(_fsdp_programs()), **dict(_act_programs()), **dict(_pipeline_programs()),
+}  # fmt: skip

@@ -103,7 +103,6 @@ def test_by_default_a_backward_hides_all_reductions_but_the_last(reduction: floa
     assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + reduction)
 
 
-@pytest.mark.xfail(strict=True, reason="by default, a gather begins when the unit before is over")
 @pytest.mark.parametrize("gather", GATHERS)
 def test_by_default_a_forward_hides_all_gathers_but_the_first(gather: float) -> None:
     forward, _ = of_gathers(gather)
