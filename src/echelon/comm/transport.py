@@ -89,8 +89,13 @@ class Transport(GroupTree, ABC):
         """
 
     @abstractmethod
-    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Self | None:
-        """Make the group of these ranks of this group; return None on other ranks."""
+    def _subgroup(
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+    ) -> Self | None:
+        """Make the group of these ranks of this group; return None on other ranks.
+
+        ``device`` is that of its tensors: the one of this group, or the CPU.
+        """
 
     @abstractmethod
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from echelon.comm.group import Group
-from echelon.comm.streams import StreamEvent, is_cpu
+from echelon.comm.streams import StreamEvent, device_of
 from echelon.comm.work import Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.gradient_buffer import GradientBuffer
@@ -313,7 +313,11 @@ class Reduction:
     def _may_wait(self) -> bool:
         """Whether to wait for a slot; see the note: a reduction that others are late for."""
         group = self.shard.storage.group
-        if group.shares_memory or self._replicas is not None or not is_cpu(group.device):
+        if (
+            group.shares_memory
+            or self._replicas is not None
+            or device_of(group.device).reading_waits
+        ):
             return True  # replicas reduce after this, in one order on all ranks
         return not self._unshards_follow
 

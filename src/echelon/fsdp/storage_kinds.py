@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from echelon.comm.streams import device_of
 from echelon.comm.work import Work
 from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
 from echelon.fsdp.policy import Layout, Offload
@@ -111,7 +112,7 @@ class GatheredStorage(Storage):
         with stream.as_current():
             memory = self._buffer.untyped_storage()
             if memory.nbytes() != self._nbytes:
-                memory.resize_(self._nbytes)
+                device_of(self.devices.device).resize(memory, self._nbytes)
             self._by_rank = torch.empty_like(self._buffer) if self.rows else self._buffer
             self._work = self.devices.unshard_group.all_gather(
                 self._by_rank.split(self.numels_by_rank),
@@ -148,7 +149,7 @@ class GatheredStorage(Storage):
     def reshard(self) -> None:
         # The unshard stream waits for the current one, which may still read the memory.
         self.devices.unshard_stream.wait_for_current()
-        self._buffer.untyped_storage().resize_(0)
+        device_of(self.devices.device).resize(self._buffer.untyped_storage(), 0)
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from echelon.checks import flag, integer, positive
-from echelon.comm.streams import is_cpu, local_device
+from echelon.comm.streams import device_of, local_device
 from echelon.comm.threads.free_running import FreeRunning
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.thread_world import ThreadWorld
@@ -243,7 +243,7 @@ def _meet_job(
     device = local_device(job.local_rank)
     if backend is None:
         backend = "shm" if job.one_host and sys.platform == "linux" else "gloo"
-        if not is_cpu(device):
+        if not device_of(device).is_host:
             backend = "nccl"
     if backend == "shm":
         require_linux("ranks over shared memory")

@@ -69,11 +69,20 @@ def split_batch(
     _check_enough(total, num_parts, what)
     num_rows = _rows_of_parts(total, num_parts)
     columns = [
-        leaf.value.split(num_rows) if leaf.is_split(total) else (leaf.value,) * num_parts
+        _cut(leaf.value, num_rows) if leaf.is_split(total) else (leaf.value,) * num_parts
         for leaf in leaves
     ]
     values = [pytree.tree_unflatten(parts, structure) for parts in zip(*columns, strict=True)]
     return Microbatches(tuple(values), num_rows)
+
+
+def _cut(value: Tensor, num_rows: tuple[int, ...]) -> Sequence[Tensor]:
+    """Views of the rows of ``value``, which count the writes into them each for itself.
+
+    A forward may write into its input. Views with the count of the whole batch would make
+    autograd refuse the backward of one microbatch for the forward of another.
+    """
+    return [part if part.requires_grad else part.data for part in value.split(num_rows)]
 
 
 @lru_cache(maxsize=256)

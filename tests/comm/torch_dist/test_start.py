@@ -68,6 +68,23 @@ def wrap_the_default_group(rank: int, port: int) -> list[float]:
     return tensor.tolist()
 
 
+def meet_on_the_host(rank: int, store: dist.Store) -> tuple[str, str, float]:
+    factory = GroupFactory(
+        job=Job(store, RankMonitor.alone(rank)),
+        secret=Secret(b"s" * 32),
+        backend="nccl",
+        device=torch.device("cuda", rank),
+        timeout=10.0,
+        check=False,
+        loopback=True,
+        one_host=True,
+    )
+    group = factory._make_on("world.1", (0, 1), torch.device("cpu"))
+    tensor = torch.tensor([rank + 1.0])
+    group.all_reduce(tensor)
+    return type(group).__name__, str(group.device), tensor.item()
+
+
 def start_from_slurm(rank: int, port: int) -> float:
     variables = {
         "SLURM_PROCID": str(rank),
@@ -118,6 +135,13 @@ def test_slurm_variables_start_a_world() -> None:
 def test_a_process_group_of_the_user_is_wrapped_and_stays_the_users() -> None:
     outcomes = start(wrap_the_default_group, 2, (free_port(),))
     assert [outcome for outcome, _ in outcomes] == [[1.0], [1.0]]
+
+
+def test_a_group_on_the_host_of_a_job_over_nccl_is_one_of_gloo() -> None:
+    store = c10d.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(meet_on_the_host, range(2), [store] * 2))
+    assert made == [("PeerGroup", "cpu", 3.0)] * 2
 
 
 @pytest.mark.slow

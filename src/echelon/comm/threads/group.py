@@ -258,7 +258,7 @@ class ThreadGroup(Group):
             target.copy_(source)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
     ) -> ThreadGroup | None:
         self._meet(call, None, _nothing).wait()
         if self.rank not in members:
@@ -268,7 +268,7 @@ class ThreadGroup(Group):
             members.index(self.rank),
             [self.ranks[member] for member in members],
             name=name,
-            device=self.device,
+            device=device,
         )
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

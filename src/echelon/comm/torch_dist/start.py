@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import cast, final
@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import Secret
 from echelon.comm.start_facts import agree, start_facts
+from echelon.comm.streams import device_of
 from echelon.comm.torch_dist.engines import (
     Engine,
     NativeEngine,
@@ -259,7 +260,12 @@ class GroupFactory:
         """The group of ``ranks`` (in the job) over their process group; all of them call it."""
         spec = self._spec(name, ranks)
         if self.backend != "gloo":
-            native = NativeEngine(cast(Engine, process_group), leave_running)
+            native = NativeEngine(
+                cast(Engine, process_group),
+                leave_running,
+                abort=process_group.abort,
+                queues=not device_of(self.device).is_host,
+            )
             return NativeGroup(spec, native, self._check_peers(name, ranks))
         peers = self._peers(cpu_engine(process_group), ranks, partial(self._record_wait, ranks))
         if intruders := self._strangers(peers, self._store(name), name, ranks, trial=0):
@@ -361,7 +367,14 @@ class GroupFactory:
         return c10d.PrefixStore(f"group/{name}", self.job.store)
 
     def _spec(self, name: str, ranks: tuple[int, ...]) -> GroupSpec:
-        return GroupSpec(self.job, name, ranks, self.device, self.timeout, self.make)
+        return GroupSpec(self.job, name, ranks, self.device, self.timeout, self._make_on)
+
+    def _make_on(self, name: str, ranks: tuple[int, ...], device: torch.device) -> TorchGroup:
+        """The group of ``ranks`` on ``device``: on another one than this job's, over gloo."""
+        factory = self
+        if device != self.device:
+            factory = replace(self, backend="gloo", device=device)
+        return factory.make(name, ranks)
 
     @property
     def _limit(self) -> timedelta:
