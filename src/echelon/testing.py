@@ -265,7 +265,7 @@ class FaultyGroup(Group):
             shares_memory=inner.shares_memory,
             note=inner._note,
         )
-        self.overrides = inner.overrides
+        self.overrides, self.has_tags = inner.overrides, inner.has_tags
         self._num_subgroups = inner._num_subgroups
         self._inner, self._fault, self._at, self._sleep = inner, fault, at, sleep
         self._num_calls = 0

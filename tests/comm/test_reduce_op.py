@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.comm.reduce_op import BLOCK_NUMEL, OPS, check_op, reduce_into
 from echelon.errors import ArgumentError
@@ -90,3 +91,17 @@ def test_a_narrow_sum_is_rounded_once() -> None:
     reduce_into([output], parts, "sum")
     assert output.item() == 258.0
     assert (parts[0] + parts[1] + parts[2]).item() == 256.0  # rounded twice
+
+
+def test_on_a_device_a_reduction_is_not_cut_into_blocks() -> None:
+    class Operators(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    parts = [torch.empty(20 * BLOCK_NUMEL, device="meta") for _ in range(4)]
+    with Operators() as operators:
+        reduce_into([torch.empty_like(parts[0])], parts, "sum")
+    assert operators.count <= len(parts) + 1

@@ -108,7 +108,7 @@ def test_a_stream_orders_streams_by_events_and_blocks_the_host_only_to_synchroni
 ) -> None:
     log: list[str] = []
     current = FakeStream("current", log)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", log))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream("own", log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     stream = getattr(streams.device_of(CUDA), new_stream)()
     stream.wait_for_current()
@@ -127,6 +127,20 @@ def test_on_the_cpu_a_stream_is_the_current_order() -> None:
     stream.record_event().synchronize()
     assert not stream.queued
     assert not streams.device_of(CPU).host_memory(3, torch.float32).is_pinned()
+
+
+def test_side_streams_come_before_the_current_one(monkeypatch) -> None:
+    priorities: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: priorities.append(priority))
+    streams.device_of(CUDA).side_stream()
+    assert priorities == [-1]
+
+
+def test_a_device_is_told_from_all_others_by_its_uuid(monkeypatch) -> None:
+    facts = type("Properties", (), {"uuid": "1234"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    assert streams.device_of(CUDA).identity() == "1234"
+    assert streams.device_of(CPU).identity() is None
 
 
 def test_a_device_has_the_name_of_its_product(monkeypatch) -> None:

@@ -119,12 +119,13 @@ class Memory:
     """The accesses of one allocation.
 
     Attributes:
-        pool: the line in whose order it is used again; None: nothing is, before it is idle.
+        pool: the line in whose order it is used again; None: it is not, or only when it is idle.
         nbytes: its length.
+        on_host: whether it is memory of the host.
     """
 
-    def __init__(self, pool: Line | None, nbytes: int) -> None:
-        self.pool, self.nbytes = pool, nbytes
+    def __init__(self, pool: Line | None, nbytes: int, *, on_host: bool = False) -> None:
+        self.pool, self.nbytes, self.on_host = pool, nbytes, on_host
         self._other_users: set[Line] = set()
         # By line, range and whether it writes: the last such access. Earlier ones are before it.
         self._accesses: dict[tuple[Line, int, int, bool], Access] = {}
@@ -153,15 +154,18 @@ class Memory:
         """Be used again only after what ``line`` has done when it is freed: ``record_stream``."""
         self._other_users.add(line)
 
-    def free(self, operation: Operation) -> list[Finding]:
-        """Give it back to its pool; returns what may still use it when the pool hands it out."""
-        if self.pool is None:
+    def uses_after(self) -> list[Operation]:
+        """The operations that may still use it when its pool hands it out again now."""
+        pool = self.pool
+        if pool is None:
             return []
-        late = [
-            access
+        ordered = (
+            pool,
+            *self._other_users,
+        )  # of the others, an event was recorded when it was freed
+        return [
+            access.operation
             for access in self._accesses.values()
-            if access.line not in (self.pool, *self._other_users)
-            and not self.pool.knows(access.line, access.tick)
-            and not any(line.knows(access.line, access.tick) for line in self._other_users)
+            if access.line is not pool
+            and not any(line.knows(access.line, access.tick) for line in ordered)
         ]
-        return [Finding("use after free", a.operation, operation, self.nbytes) for a in late]

@@ -40,6 +40,7 @@ class Detector:
         host_waits: how often the host waited for a device, by place.
         places: how often a wait was issued, by place.
         foreign: the streams that a thread used which is not that of the rank.
+        mixed: the places at which an operator got tensors of both memories.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Detector:
         self.host_waits: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
         self.foreign: Counter[str] = Counter()
+        self.mixed: Counter[str] = Counter()
         self.dropped = dropped
         self._costs = costs
         self._known: set[tuple[str, Operation, Operation]] = set()
+        self._given_back: dict[Line, list[Memory]] = {}  # in use when it was; by pool
         self._communicators: dict[object, Line] = {}
         self.default = Line("the default stream")
         self._streams = [self.default]
@@ -67,8 +70,8 @@ class Detector:
 
     @property
     def thread(self) -> Thread:
-        """The thread that asks."""
-        return self._threads[threading.get_ident()]
+        """The thread that asks; that of the rank, where the garbage collector runs in another."""
+        return self._threads.get(threading.get_ident(), self._threads[self._owner])
 
     @property
     def current(self) -> Line:
@@ -168,9 +171,25 @@ class Detector:
             self._note(memory.touch(ranges, access, writes=True))
 
     def free(self, memory: Memory) -> None:
-        """An allocation was given back."""
-        pool = "no pool" if memory.pool is None else memory.pool.name
-        self._note(memory.free(Operation("free", place_of_call(), pool)))
+        """Memory was given back."""
+        if memory.pool is not None and memory.uses_after():
+            self._given_back.setdefault(memory.pool, []).append(memory)
+
+    def allocate(self, pool: Line) -> None:
+        """A pool hands out memory; it may be any of its line."""
+        for memory in self._given_back.pop(pool, ()):
+            operation = Operation("allocation", place_of_call(), pool.name)
+            self._note(
+                [
+                    Finding("use after free", before, operation, memory.nbytes)
+                    for before in memory.uses_after()
+                ]
+            )
+
+    def still_used(self) -> list[Operation]:
+        """What may still use memory that was given back and was not handed out since."""
+        freed = [memory for each in self._given_back.values() for memory in each]
+        return [operation for memory in freed for operation in memory.uses_after()]
 
     def _note(self, findings: Sequence[Finding]) -> None:
         for finding in findings:

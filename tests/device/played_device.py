@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, final
 
 import pytest
@@ -35,7 +36,7 @@ from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.work import Work
 from echelon.modules.sharded_tensor import local_shard
 from tests.device.clocks import Line, Memory, Point
-from tests.device.detector import Detector, Part
+from tests.device.detector import Detector, Part, place_of_call
 
 aten = torch.ops.aten
 _COPIES = {aten.copy_, aten._to_copy, aten._foreach_copy_}
@@ -45,6 +46,7 @@ _NO_VALUES = {  # operators that look at the shape of their argument only
     aten.randn_like, aten.is_same_size,
 }  # fmt: skip
 _MOST_RUNS = 64  # contiguous runs of a view that are told apart
+_is_gone: Callable[[int], bool] = torch.UntypedStorage._expired  # by the address of a storage
 _here = threading.local()
 
 
@@ -81,14 +83,16 @@ class PlayedStorages:
 
     def sweep(self) -> None:
         """Free what nobody refers to any more; called before any clock moves."""
-        for key in [key for key, (ref, _) in self._known.items() if ref.expired()]:
+        for key in [key for key in self._known if _is_gone(key)]:
             _, memory = self._known.pop(key)
             self._detector.free(memory)
 
-    def add(self, tensor: Tensor, pool: Line | None) -> Memory:
+    def add(self, tensor: Tensor, pool: Line | None, *, on_host: bool = False) -> Memory:
         """A new allocation."""
         storage = tensor.untyped_storage()
-        memory = Memory(pool, storage.nbytes())
+        memory = Memory(pool, storage.nbytes(), on_host=on_host)
+        if pool is not None:
+            self._detector.allocate(pool)
         self._known[storage._cdata] = StorageWeakRef(storage), memory
         return memory
 
@@ -100,13 +104,14 @@ class PlayedStorages:
         memory = Memory(pool, storage.nbytes())
         self._known[storage._cdata] = StorageWeakRef(storage), memory
         if memory.nbytes:
+            self._detector.allocate(pool)
             self._detector.operate("allocation", pool, writes=[(memory, [(0, memory.nbytes)])])
 
     def of(self, tensor: Tensor) -> Memory:
-        """The memory of a tensor; one that was not seen before is there since the beginning."""
+        """The memory of a tensor; where one comes from that was not seen before is not known."""
         known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None or known[0].expired():
-            return self.add(tensor, self._detector.default)
+        if known is None or _is_gone(known[0].cdata):
+            return self.add(tensor, None)
         return known[1]
 
     def part(self, tensor: Tensor) -> Part:
@@ -132,7 +137,7 @@ class Played(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_muted:
+        if self.is_muted or _is_view(func):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             self.storages.sweep()
@@ -140,29 +145,60 @@ class Played(TorchDispatchMode):
             # An argument that was never seen is older than all that is watched.
             parts = [self.storages.part(tensor) for tensor in (*reads, *writes)]
             result = func(*args, **kwargs)
-            if not _is_view(func):
-                self._note(func, kwargs, args, parts, len(reads), result)
+            line = self._line_of(func, [*reads, *writes], parts)
+            self._note(func, kwargs, args, parts, len(reads), result, line)
             return result
 
+    def _line_of(self, func: Any, tensors: list[Tensor], parts: list[Part]) -> Line:
+        """Where an operator runs: of single numbers in another memory, it gets a copy."""
+        detector, host, device = self.detector, [], []
+        for tensor, (memory, _) in zip(tensors, parts, strict=True):
+            (host if memory.on_host else device).append(tensor)
+        if not host or (func.overloadpacket in _COPIES and device):
+            return detector.current
+        if not device:
+            return detector.host
+        if not any(tensor.dim() for tensor in host):
+            return detector.current
+        parts[:] = [(m, ranges if m.on_host else []) for m, ranges in self._copy_to_host(parts)]
+        if any(tensor.numel() > 1 for tensor in device):
+            detector.mixed[place_of_call()] += 1
+        return detector.host
+
+    def _copy_to_host(self, parts: list[Part]) -> list[Part]:
+        """Let the host wait for what of ``parts`` is not there."""
+        current = self.detector.current
+        on_device = [(memory, ranges) for memory, ranges in parts if not memory.on_host]
+        self.detector.operate("copy to the host", current, on_device)
+        self.detector.read_on_host(current.now())
+        return parts
+
     def _note(
-        self, func: Any, kwargs: Any, args: Any, parts: list[Part], num_read: int, result: Any
+        self,
+        func: Any,
+        kwargs: Any,
+        args: Any,
+        parts: list[Part],
+        num_read: int,
+        result: Any,
+        line: Line,
     ) -> None:
         detector, storages = self.detector, self.storages
-        on_host = [memory.pool is None for memory, _ in parts]
-        line = detector.host if on_host and all(on_host) else detector.current
+        on_host = [memory.on_host for memory, _ in parts]
         made = [
             leaf
             for leaf in tree_leaves(result)
             if isinstance(leaf, Tensor) and not storages.is_known(leaf)
         ]
-        pool = None if line is detector.host else line
+        runs_on_host = line is detector.host
         written = [*parts[num_read:]]
         for tensor in made:
             if not storages.is_known(tensor):
-                memory = storages.add(tensor, pool)
+                pool = None if runs_on_host else line
+                memory = storages.add(tensor, pool, on_host=runs_on_host)
                 written.append((memory, [(0, memory.nbytes)]))
         detector.operate(func._schema.name.removeprefix("aten::"), line, parts[:num_read], written)
-        if line is detector.host:
+        if runs_on_host:
             return
         is_copy = func.overloadpacket in _COPIES and any(on_host)
         if is_copy and not _is_non_blocking(args, kwargs):
@@ -175,14 +211,13 @@ class Played(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             self.storages.sweep()
             memory, ranges = self.storages.part(tensor)
-            if memory.pool is None:
+            if memory.on_host:
                 self.detector.operate("read", self.detector.host, [(memory, ranges)])
                 return
-            current = self.detector.current
-            self.detector.operate("copy to the host", current, [(memory, ranges)])
-            self.detector.read_on_host(current.now())
+            self._copy_to_host([(memory, ranges)])
 
 
+@cache
 def _is_view(func: Any) -> bool:
     returned = [ret.alias_info for ret in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned) or (
@@ -195,16 +230,28 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Te
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     overwrites = func.overloadpacket in _COPIES or "out" in kwargs
-    for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        if argument.alias_info is not None and argument.alias_info.is_write:
+    for i, (name, is_written) in enumerate(_schema_of(func)):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            tensors = [value]
+        elif isinstance(value, list | tuple):
+            tensors = [leaf for leaf in value if isinstance(leaf, Tensor)]
+        else:
+            continue
+        if is_written:
             writes += tensors
             if not overwrites:
                 reads += tensors
         elif func.overloadpacket not in _NO_VALUES:
             reads += tensors
     return reads, writes
+
+
+@cache
+def _schema_of(func: Any) -> list[tuple[str, bool]]:
+    """By argument of an operator, its name and whether it is written."""
+    arguments = func._schema.arguments
+    return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments]
 
 
 def _is_non_blocking(args: Any, kwargs: Any) -> bool:
@@ -297,11 +344,11 @@ class PlayedDevice(streams.PlainDevice):
         with _muted(self._played):
             memory = torch.empty(numel, dtype=dtype)
         self._played.storages.sweep()
-        self._played.storages.add(memory, None)
+        self._played.storages.add(memory, None, on_host=True)
         return memory
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        return self._played.storages.of(local_shard(tensor)).pool is None
+        return self._played.storages.of(local_shard(tensor)).on_host
 
     def resize(self, memory: torch.UntypedStorage, nbytes: int) -> None:
         self._played.storages.sweep()

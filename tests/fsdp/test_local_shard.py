@@ -127,6 +127,7 @@ def counts(world: World) -> list[tuple[int, int]]:
             others = stats.slots + sum(buffer.nbytes for buffer in model.buffers())
             left = memories.device_nbytes() - others
         numel = sum(ec.local_shard(param).numel() for param in model.parameters())
+        numel += sum(s.part_numel - s.shard_numel for s in model._storages())  # the padding
         staged = 2 * numel if precision is LOW else 0
         num_trained = sum(ec.local_shard(param).numel() for param in trainable(model))
         assert stats.offloaded == 4 * numel + 4 * num_trained + staged

@@ -101,7 +101,7 @@ def record(patch: pytest.MonkeyPatch, offload: Offload) -> tuple[list[str], list
 def test_a_gather_runs_on_its_lane_and_the_module_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, _ = record(monkeypatch, Offload.ALL)
     # The stream follows the optimizer; the gather is issued on it; what is current joins it.
-    assert forward[-5:] == ["G follows", "G(", "all_gather", ")", "join G"]
+    assert forward[-5:] == ["G follows", "G(", "all_gather_single", ")", "join G"]
 
 
 def test_memory_is_given_back_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ the arguments of a call of ``Group`` and returns the call as a ``Request``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, final, overload
 
 import torch
 from torch import Tensor
@@ -55,6 +55,36 @@ class ReduceScatter:
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
             return output
         return torch.empty_like(output)
+
+
+@final
+class EqualParts(Sequence[Tensor]):
+    """``flat`` cut into ``count`` equal parts, one a rank, each made when somebody asks for it."""
+
+    __slots__ = ("_count", "flat")
+
+    def __init__(self, flat: Tensor, count: int) -> None:
+        self.flat, self._count = flat, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        if not -self._count <= index < self._count:
+            raise IndexError(index)
+        numel = self.flat.numel() // self._count
+        start = index % self._count * numel
+        return self.flat[start : start + numel]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        flat = self.flat
+        return iter(flat.view(self._count, -1).unbind(0) if flat.numel() else [flat] * self._count)
 
 
 @dataclass(slots=True)
@@ -175,8 +205,8 @@ def all_gather_single(
     arguments.check_numel("output", output, size * input.numel(), "size * input.numel()")
     signature = signature_of(name, input.dtype, input.shape, None, None, label)
     flat, finish = flattened(output)
-    parts = flat.view(size, -1).unbind(0) if flat.numel() else [flat] * size
-    source = disjoint_input(flattened(input)[0], parts, in_place=arguments.rank)
+    parts = EqualParts(flat, size)
+    source = disjoint_input(flattened(input)[0], [flat], parts[arguments.rank])
     return signature, AllGather(parts, source), finish
 
 
@@ -189,7 +219,7 @@ def all_gather(
     lengths = tuple(output.numel() for output in outputs)
     signature = signature_of("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths)
     flats, steps = zip(*map(flattened, outputs), strict=True)
-    source = disjoint_input(flattened(input)[0], flats, in_place=arguments.rank)
+    source = disjoint_input(flattened(input)[0], flats, flats[arguments.rank])
     return signature, AllGather(flats, source), tuple(chain.from_iterable(steps))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from echelon.comm.streams import is_cpu
 from echelon.errors import ArgumentError
 
 _Combine = Callable[..., Tensor]
@@ -74,8 +75,8 @@ def reduce_into(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -> 
     """Reduce ``parts`` in their order and write the result to each of ``outputs``.
 
     All are 1D and have one length and dtype. An output may be one of the parts, but must not
-    overlap a part otherwise. The reduction works block by block, so that each block is read from
-    memory once.
+    overlap a part otherwise. On the CPU the reduction works block by block, so that each block is
+    read from memory once; on a device every block would be kernels of its own.
 
     Example:
         >>> out = torch.empty(2)
@@ -88,7 +89,7 @@ def reduce_into(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -> 
         _reduce_unsigned(outputs, parts, op, _SIGNED[dtype])
         return
     numel = parts[0].numel()
-    if numel <= BLOCK_NUMEL:
+    if numel <= BLOCK_NUMEL or not is_cpu(parts[0].device):
         _reduce_block(outputs, parts, op)
         return
     num_outputs = len(outputs)

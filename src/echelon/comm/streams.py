@@ -27,9 +27,14 @@ from torch import Tensor
 _seeding = threading.Lock()
 
 
+def has_devices() -> bool:
+    """Whether this host has CUDA devices; it starts nothing on them."""
+    return torch.cuda.is_available()
+
+
 def local_device(local_rank: int) -> torch.device:
-    """The CUDA device of this process, if there are any, else the CPU."""
-    if torch.cuda.is_available():
+    """The CUDA device of this process, where it starts a context; without any, the CPU."""
+    if has_devices():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -146,6 +151,10 @@ class DeviceKind(ABC):
     @abstractmethod
     def name(self) -> str:
         """The product that a CUDA device is; of others what torch calls them."""
+
+    @abstractmethod
+    def identity(self) -> str | None:
+        """What tells it from every other device anywhere; None where ranks may share it."""
 
     @abstractmethod
     def random_state(self) -> Tensor | None:
@@ -280,6 +289,9 @@ class PlainDevice(DeviceKind):
     def name(self) -> str:
         return str(self.device)
 
+    def identity(self) -> str | None:
+        return None
+
     def random_state(self) -> Tensor | None:
         return None
 
@@ -301,7 +313,8 @@ class _CudaDevice(DeviceKind):
         return _CurrentStream(self.device)
 
     def side_stream(self) -> Stream:
-        return _CudaStream(torch.cuda.Stream(self.device))
+        # Before kernels of the current stream, or small copies would wait for large products.
+        return _CudaStream(torch.cuda.Stream(self.device, priority=-1))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -317,6 +330,9 @@ class _CudaDevice(DeviceKind):
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.device)
+
+    def identity(self) -> str | None:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def random_state(self) -> Tensor | None:
         return torch.cuda.get_rng_state(self.device)

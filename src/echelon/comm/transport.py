@@ -29,9 +29,12 @@ class Transport(GroupTree, ABC):
     Attributes:
         overrides: the derived collectives that ``_start`` implements itself, because that is
             faster; it gets all others as primitives.
+        has_tags: whether messages match by their tags. Where they do not, as over NCCL, messages of
+            two ranks match in the order of issue.
     """
 
     overrides: frozenset[type[Derived]] = frozenset()
+    has_tags = True
 
     def __init__(
         self,

@@ -77,7 +77,9 @@ class FSDP(ShardedModule):
             group of its own; another axis of the mesh that ``group`` is an axis of.
         backward_prefetch: when the next unit of backward is unsharded, in the order of the last
             step. This and the next two matter where memory is not shared: elsewhere nothing moves.
-        forward_prefetch: how many units of forward are unsharded before they are needed.
+        forward_prefetch: how many units of forward are unsharded before they are needed, while the
+            ones before compute. 0: none, which hides no unshard and takes the memory of one unit
+            less in an evaluation; a backward with ``PRE`` takes as much as 1.
         limit_all_gathers: at most two units are unsharded before they are needed, whatever
             ``forward_prefetch`` is.
         use_orig_params: whether ``parameters()`` gives the parameters of the model. False: one
@@ -132,7 +134,7 @@ class FSDP(ShardedModule):
         reduction: Reduction = "mean",
         replicate: Group | None = None,
         backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE,
-        forward_prefetch: int = 0,
+        forward_prefetch: int = 1,
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
         offload: Offload = Offload.NONE,

@@ -251,7 +251,7 @@ class _SlotsByStorage:
             self._add(group, users, dtype, 2 if group.shares_memory else 1)
 
     def _add(self, group: Group, users: Sequence[Storage], dtype: torch.dtype, count: int) -> None:
-        numel = max(storage.layout.numel for storage in users)
+        numel = max(storage.layout.padded_numel for storage in users)
         self.all.append(Slots(group, numel, dtype, count))
         self._by_storage |= dict.fromkeys(map(id, users), self.all[-1])
 

@@ -12,7 +12,8 @@ from torch import Tensor
 class GradientBuffer(NamedTuple):
     """The memory in which the gradients of one storage travel, 1D.
 
-    ``views`` has one view for each parameter, or by rows one for each parameter and rank.
+    ``views`` has views for each parameter: one in its shape, or by rows those of its pieces, in
+    order, with a dim for the ranks if a piece is that of several.
     """
 
     memory: Tensor
@@ -22,16 +23,17 @@ class GradientBuffer(NamedTuple):
         """Copy unsharded gradients in; None counts as zero."""
         targets, sources = [], []
         for views, gradient in zip(self.views, gradients, strict=True):
+            if not views:
+                continue  # rows without elements belong to no rank
             if gradient is None:
                 torch._foreach_zero_(views)
-            elif not gradient.numel():
-                continue  # rows without elements belong to no rank
-            elif len(views) == 1:
+            elif len(views) == 1 and views[0].dim() == gradient.dim():
                 targets.append(views[0])
                 sources.append(gradient)
             else:
                 rows = gradient if gradient.dim() else gradient.view(1)
                 targets += views
-                sources += rows.split([view.shape[0] for view in views])
+                pieces = rows.split([view.shape.numel() // rows[0].numel() for view in views])
+                sources += [p.view(v.shape) for p, v in zip(pieces, views, strict=True)]
         if targets:
             torch._foreach_copy_(targets, sources)

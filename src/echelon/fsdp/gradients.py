@@ -45,7 +45,7 @@ from echelon.comm.work import Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
-from echelon.fsdp.storage import Storage, view_as_rows
+from echelon.fsdp.storage import Storage
 from echelon.modules.held_memory import count_references
 from echelon.modules.sharded_tensor import ShardedTensor
 
@@ -131,7 +131,8 @@ class GradientShard:
         """The memory of ``views``, 1D; allocated, with the views, when it is first used."""
         if self._flat is None:
             storage = self.storage
-            self._flat = storage.devices.empty_shard(storage.shard_numel, self.grad_dtype).zero_()
+            part = storage.devices.empty_shard(storage.part_numel, self.grad_dtype).zero_()
+            self._flat = part[: storage.shard_numel]
             self.views = storage.mark_gradients(self._views_of(self._flat))
             self._held_by_us = count_references(self._flat, self.views)
         return self._flat
@@ -151,7 +152,7 @@ class GradientShard:
 
     def acquire_slot(self, user: Reduction, *, wait: bool) -> GradientBuffer:
         """The memory in which the gradients travel: a slot, or without one memory of its own."""
-        numel, slot = self.storage.layout.numel, self.slots.acquire(user, wait=wait)
+        numel, slot = self.storage.layout.padded_numel, self.slots.acquire(user, wait=wait)
         if slot is None:
             device = self.storage.devices.device
             memory = torch.empty(numel, dtype=self.wire_dtype, device=device)
@@ -163,20 +164,16 @@ class GradientShard:
         return GradientBuffer(memory, views)
 
     def _views_in(self, memory: Tensor) -> list[list[Tensor]]:
-        if self.storage.rows:
-            return self._by_rank(memory)
-        return [[view] for view in self.storage.views_in(memory)]
-
-    def _by_rank(self, memory: Tensor) -> list[list[Tensor]]:
+        if not self.storage.rows:
+            return [[view] for view in self.storage.views_in(memory)]
         layout = self.storage.layout
-        views: list[list[Tensor]] = [[] for _ in layout.shapes]
-        end = 0
-        for ranges in layout.ranges:
-            for span in ranges:
-                flat = memory[end : end + span.numel]
-                views[span.member].append(view_as_rows(flat, layout.shapes[span.member]))
-                end += span.numel
-        return views
+        pairs = zip(layout.pieces(), layout.shapes, strict=True)
+        return [[piece.view(memory, shape) for piece in pieces] for pieces, shape in pairs]
+
+    @property
+    def part(self) -> Tensor:
+        """``flat`` and the padding behind it, as a reduction writes it."""
+        return self.flat.as_strided((self.storage.part_numel,), (1,))
 
     def set_aside(self) -> list[bool] | None:
         """Take reduced gradients off their parameters, so that backward accumulates new ones.
@@ -242,7 +239,7 @@ class GradientShard:
             flat.copy_(self._sum)
             self._version = flat._version
         elif not add:
-            if reduced is not flat:
+            if reduced.data_ptr() != flat.data_ptr():
                 flat.copy_(reduced)
         elif flat.dtype == self.wire_dtype:
             flat.add_(reduced)
@@ -293,14 +290,14 @@ class Reduction:
         stream.wait_for_current()  # otherwise it sends a slot that is still being filled
         with stream.as_current():
             if storage.sharded:
-                is_direct = self._is_direct and not self._devices.offloads
-                self._output = shard.flat if is_direct else memory.new_empty(storage.shard_numel)
+                in_place = self._is_direct and not self._devices.offloads and storage.is_sent_packed
+                self._output = shard.part if in_place else memory.new_empty(storage.part_numel)
                 self._work = storage.group.reduce_scatter_single(
                     self._output,
                     memory,
                     op,
                     async_op,
-                    splits=storage.numels_by_rank,
+                    splits=storage.splits,
                     label=self._label,
                 )
             else:
@@ -347,9 +344,9 @@ class Reduction:
 
     def _store(self) -> None:
         """Move the result to where it is kept; the reduction is over, or queued on the stream."""
-        output = self._output
-        assert output is not None
+        assert self._output is not None
         with self._devices.reduce_stream.as_current():
+            output = self.shard.storage.without_padding(self._output)
             if self._replicas is not None:
                 self._replicas.all_reduce(output, self._options.op, label=self._label)
             if (divisor := self._options.divisor()) != 1:

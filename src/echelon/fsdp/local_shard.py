@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import final
 
@@ -48,6 +49,9 @@ class ShardDevices:
         new_stream = device.current_stream if group.shares_memory else device.side_stream
         self.unshard_stream: Stream = new_stream()
         self.reduce_stream: Stream = new_stream()
+        # Both own memory, which a model that is dropped in a forward gives back while it is used.
+        end = weakref.finalize(self, _order, self.unshard_stream, self.reduce_stream)
+        end.atexit = False
 
     @property
     def offloads(self) -> bool:
@@ -72,6 +76,13 @@ class ShardDevices:
         """Return when no unshard reads the host's memory any more, so that it may be written."""
         if self.offloads:
             self.unshard_stream.record_event().synchronize()
+
+
+def _order(*streams: Stream) -> None:
+    """Order what follows on each stream, and on the current one, after the work of all."""
+    for stream in streams:
+        stream.wait_for_current()
+        stream.record_event().wait()
 
 
 class LocalShard(ABC):

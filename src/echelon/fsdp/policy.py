@@ -186,7 +186,7 @@ class FSDPOptions:
     init: Init = "broadcast"
     reduction: Reduction = "mean"
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.PRE
-    forward_prefetch: int = 0
+    forward_prefetch: int = 1
     limit_all_gathers: bool = True
     use_orig_params: bool = True
     offload: Offload = Offload.NONE

@@ -37,7 +37,8 @@ class Storage(ABC):
         members: the parameters with their names, in the order of the buffer.
         params: the parameter objects.
         layout: says which rank has which elements.
-        numels_by_rank: the number of elements of each rank.
+        splits: the number of elements that each rank sends; None: all send ``part_numel``.
+        part_numel: the number of elements that this rank sends, its shard and padding.
         local_ranges: this rank's range of each parameter.
         sharded: whether the ranks have different shards.
         communicates: whether an unshard communicates.
@@ -81,9 +82,11 @@ class Storage(ABC):
         self.layout, self.label, self.rows = layout, label, rows
         self.dtype, self.compute_dtype = dtype, compute
         self.requires_grad = self.params[0].requires_grad
-        self.numels_by_rank = layout.numels_by_rank
-        self.local_ranges = layout.ranges[self.group.rank]
+        self.local_ranges = layout.ranges_of(self.group.rank)
         self.shard_numel = sum(span.numel for span in self.local_ranges)
+        padded = layout.part_numel
+        self.splits = layout.numels_by_rank if padded is None else None
+        self.part_numel = self.shard_numel if padded is None else padded
         self.shards: list[Tensor] = []
         self.unsharded: list[Tensor] = []
         self.flat_shard: Tensor | None = None
@@ -184,7 +187,7 @@ class Storage(ABC):
         sent = self.devices.to_device(shard.detach())
         gathered = sent.new_empty(self.layout.shapes[i])
         # Both layouts give the ranks consecutive ranges of a parameter, in rank order.
-        lengths = [ranges[i].numel for ranges in self.layout.ranges]
+        lengths = [span.numel for span in self.layout.ranges_by_rank(i)]
         self.group.all_gather(gathered.view(-1).split(lengths), sent, label=label)
         return gathered.to(shard.device)
 
@@ -369,6 +372,24 @@ class Storage(ABC):
         if self.group.size == 1:  # a rank alone has the whole, and nothing says that it is a part
             return flat.view(shape)
         return view_as_rows(flat, shape) if self.rows else flat
+
+    @property
+    def is_sent_packed(self) -> bool:
+        """Whether this rank's part begins with its shards end to end, all padding behind them."""
+        if self.layout.part_numel is None or not self.rows:
+            return True
+        places = zip(self.layout.places, self._packed_offsets(), self.local_ranges, strict=True)
+        return all(place == offset for place, offset, span in places if span.numel)
+
+    def without_padding(self, part: Tensor) -> Tensor:
+        """This rank's shards end to end, of a part with padding; a view if possible."""
+        if self.is_sent_packed:
+            return part[: self.shard_numel] if part.numel() != self.shard_numel else part
+        return torch.cat([shard.view(-1) for shard in self._views_in_part(part)])
+
+    def _views_in_part(self, part: Tensor) -> list[Tensor]:
+        """Views of a part with padding as this rank's shards, by rows."""
+        return self._local_shard_views(part, self.layout.places)
 
     def _packed_offsets(self) -> list[int]:
         """Where this rank's shards begin in a buffer that has them end to end."""

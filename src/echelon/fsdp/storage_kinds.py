@@ -23,7 +23,7 @@ from echelon.comm.streams import device_of
 from echelon.comm.work import Work
 from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
 from echelon.fsdp.policy import Layout, Offload
-from echelon.fsdp.shard_layout import layout_by_element, layout_by_rows, place_order
+from echelon.fsdp.shard_layout import ALIGN_NBYTES, layout_by_element, layout_by_rows, place_order
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Member
 
@@ -43,7 +43,7 @@ class SharedStorage(Storage):
         if not self.is_recast:
             self.shards = self._local_shard_views(buffer, in_buffer)
             if not self.rows:
-                first = sum(self.numels_by_rank[: self.group.rank])
+                first = sum(self.layout.numels_by_rank[: self.group.rank])
                 self.flat_shard = buffer[first : first + self.shard_numel]
         else:
             self._local = make_masters(
@@ -87,20 +87,33 @@ class GatheredStorage(Storage):
 
     def _allocate(self) -> None:
         devices = self.devices
-        self._local = make_local_shard(self.shard_numel, self.dtype, self.compute_dtype, devices)
-        self.flat_shard = self._local.masters
+        self._local = make_local_shard(self.part_numel, self.dtype, self.compute_dtype, devices)
+        self._local.masters[self.shard_numel :].zero_()  # the padding
+        self.flat_shard = self._local.masters[: self.shard_numel]
         self.shards = self._local_shard_views(self._local.masters, self._packed_offsets())
         devices.unshard_stream.wait_for_current()
         with devices.unshard_stream.as_current():
-            self._buffer = torch.empty(
-                self.layout.numel, dtype=self.compute_dtype, device=devices.device
-            )
+            self._buffer = self._empty(self.layout.numel if self.rows else self._padded_numel)
+            # It receives the parts of all ranks. By element they are the parameters.
+            self._parts = self._empty(self._padded_numel) if self.rows else self._buffer
         self.unsharded = self.views_in(self._buffer)
-        self._by_rank = self._buffer  # receives the shards of all ranks, end to end
+        self._moves = self._moves_of_rows() if self.rows else ([], [])
         self._work: Work | None = None  # an all-gather under way
         self._event = devices.unshard_stream.record_event()  # the end of the last all-gather
-        self._nbytes = self._buffer.untyped_storage().nbytes()
+        self._set_memory(self._parts, allocated=False)
         self.reshard()
+
+    @property
+    def _padded_numel(self) -> int:
+        return self.layout.padded_numel
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.compute_dtype, device=self.devices.device)
+
+    def _set_memory(self, buffer: Tensor, *, allocated: bool) -> None:
+        memory, nbytes = buffer.untyped_storage(), buffer.nbytes if allocated else 0
+        if memory.nbytes() != nbytes:
+            device_of(self.devices.device).resize(memory, nbytes)
 
     def refresh(self) -> None:
         # The unshard stream waits for the optimizer step; otherwise it would send old shards.
@@ -110,13 +123,11 @@ class GatheredStorage(Storage):
     def unshard(self, *, async_op: bool = False) -> None:
         stream, self.is_filling = self.devices.unshard_stream, True
         with stream.as_current():
-            memory = self._buffer.untyped_storage()
-            if memory.nbytes() != self._nbytes:
-                device_of(self.devices.device).resize(memory, self._nbytes)
-            self._by_rank = torch.empty_like(self._buffer) if self.rows else self._buffer
-            self._work = self.devices.unshard_group.all_gather(
-                self._by_rank.split(self.numels_by_rank),
-                self._local.send_buffer(),
+            self._set_memory(self._buffer, allocated=True)
+            self._set_memory(self._parts, allocated=True)
+            self._work = self.devices.unshard_group.all_gather_single(
+                self._parts,
+                self._part_to_send(),
                 async_op=async_op and not stream.queued,
                 label=self.label,
             )
@@ -135,16 +146,38 @@ class GatheredStorage(Storage):
 
     def _reorder(self) -> None:
         """By rows, copy the shards of all ranks to the places of their parameters."""
-        if self.rows:
-            targets, sources, end = [], [], 0
-            for ranges in self.layout.ranges:
-                for span in ranges:
-                    start = self.layout.starts[span.member] + span.start
-                    targets.append(self._buffer[start : start + span.numel])
-                    sources.append(self._by_rank[end : end + span.numel])
-                    end += span.numel
+        if not self.rows:
+            return
+        targets, sources = self._moves
+        if targets:
             torch._foreach_copy_(targets, sources)
-        self._by_rank = self._buffer
+        self._set_memory(self._parts, allocated=False)
+
+    def _moves_of_rows(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the buffer, and of the parts from which they are copied."""
+        targets, sources = [], []
+        for whole, shape, pieces in zip(
+            self.unsharded, self.layout.shapes, self.layout.pieces(), strict=True
+        ):
+            for piece in pieces:
+                source, stop = (
+                    piece.view(self._parts, shape),
+                    piece.start + piece.count * piece.numel,
+                )
+                targets.append(whole.view(-1)[piece.start : stop].view(source.shape))
+                sources.append(source)
+        return targets, sources
+
+    def _part_to_send(self) -> Tensor:
+        """This rank's part in the compute dtype, with padding; called on the unshard stream."""
+        packed = self._local.send_buffer()
+        if self.is_sent_packed:
+            return packed
+        part = torch.zeros_like(packed)
+        torch._foreach_copy_(
+            self._views_in_part(part), self._local_shard_views(packed, self._packed_offsets())
+        )
+        return part
 
     def reshard(self) -> None:
         # The unshard stream waits for the current one, which may still read the memory.
@@ -165,8 +198,8 @@ class ReplicatedStorage(Storage):
 
     def _allocate(self) -> None:
         numel, compute = self.layout.numel, self.compute_dtype
-        self.local_ranges = layout_by_element(self.layout.shapes, 1).ranges[0]
-        self.shard_numel = numel
+        self.local_ranges = layout_by_element(self.layout.shapes, 1).ranges_of(0)
+        self.shard_numel = self.part_numel = numel
         self._local = make_masters(numel, self.dtype, compute, self.devices)
         self.flat_shard = self._buffer = self._local.masters
         if self.is_recast:
@@ -213,10 +246,13 @@ def make_storage(
     ordered = [members[i] for i in place_order(numels, dtype.itemsize)]
     shapes = [tuple(member.param.shape) for member in ordered]
     rows = layout == "rows"
-    ranges = (layout_by_rows if rows else layout_by_element)(shapes, devices.group.size)
     # Shared memory of the device is never freed, so ``Offload.ALL`` does not use it.
     shared = devices.group.shares_memory and devices.offload is not Offload.ALL
     kind = ReplicatedStorage if not sharded else SharedStorage if shared else GatheredStorage
+    size, align = devices.group.size, None
+    if kind is GatheredStorage and size > 1:
+        align = ALIGN_NBYTES // min(dtype.itemsize, compute.itemsize)
+    ranges = (layout_by_rows if rows else layout_by_element)(shapes, size, align)
     return kind(ordered, ranges, devices, dtype, compute, label, rows=rows and sharded)
 
 

@@ -26,7 +26,6 @@ class ShowsParts(Protocol):
     rows: bool
     group: Group
     devices: ShardDevices
-    numels_by_rank: list[int]
     shardings: list[Sharding]
     on_write: Callable[[], None]
 
@@ -48,7 +47,7 @@ def shardings_of(storage: ShowsParts) -> list[Sharding]:
             plain_name(member.name),
             unit,
             tuple(shape),
-            tuple((ranges[i].start, ranges[i].numel) for ranges in storage.layout.ranges),
+            tuple((span.start, span.numel) for span in storage.layout.ranges_by_rank(i)),
             storage.group,
             by_rows=storage.rows,
             before_write=before_write,
@@ -61,8 +60,9 @@ def shardings_of(storage: ShowsParts) -> list[Sharding]:
 
 def flat_sharding(storage: ShowsParts) -> Sharding:
     """Which part this rank shows of the flat parameter: the parts of all ranks in their order."""
-    ends = list(accumulate(storage.numels_by_rank, initial=0))
-    ranges = tuple(zip(ends[:-1], storage.numels_by_rank, strict=True))
+    numels = storage.layout.numels_by_rank
+    ends = list(accumulate(numels, initial=0))
+    ranges = tuple(zip(ends[:-1], numels, strict=True))
     name = f"flat parameter of {storage.label}"
     whole = storage.shardings[0].flattened((ends[-1],))
     return replace(whole, name=name, ranges=ranges, aliases=[])

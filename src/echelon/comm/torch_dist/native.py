@@ -26,6 +26,7 @@ from echelon.comm.primitives import (
     AllReduce,
     Broadcast,
     Derived,
+    EqualParts,
     Exchange,
     Primitive,
     Receive,
@@ -118,6 +119,7 @@ class NativeGroup(TorchGroup):
         check_peers: compare the calls of all ranks before each collective; None: nothing does.
     """
 
+    has_tags = False
     # NCCL's reduce needs no memory for the data of all ranks, and sends each element once.
     overrides = frozenset({Reduce})
 
@@ -177,8 +179,15 @@ class NativeGroup(TorchGroup):
     def _reduce_scatter(
         self, call: CollectiveCall, output: Tensor, input: Tensor, splits: list[int], op: str
     ) -> Work:
+        is_even = splits.count(splits[0]) == len(splits)
+        if not is_even and _reducible(output, op) is not None and _pads_little(splits):
+            longest = max(splits)
+            equal, part = _padded(input, splits), input.new_empty(longest)
+            work = self._reduce_scatter(call, part, equal, [longest] * self.size, op)
+            work.then(lambda: _copy_all([output], [part[: output.numel()]]))
+            return work
         out_view, in_view = _reducible(output, op), _reducible(input, op)
-        if out_view is None or in_view is None or len(set(splits)) > 1:
+        if out_view is None or in_view is None or not is_even:
             parts = output.new_empty(self.size * output.numel())
             work = self._exchange(call, parts, input, _even(parts, self.size), splits)
             rows = _rows(parts, self.size)
@@ -220,6 +229,8 @@ class NativeGroup(TorchGroup):
     # Movement --------------------------------------------------------------------------------
 
     def _all_gather(self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor) -> Work:
+        if isinstance(outputs, EqualParts):
+            return self._gather_flat(call, outputs.flat, input)
         if len({output.numel() for output in outputs}) > 1:
             return self._gather_uneven(call, outputs, input)
         flat = _joined(outputs)
@@ -237,9 +248,21 @@ class NativeGroup(TorchGroup):
             lambda engine: [engine._allgather_base(_bytes(output), _bytes(input), options)],
         )
 
+    # Engines have no collectives for parts of unequal lengths. If padding takes little, all parts
+    # are sent as long as the longest; else, as where one rank has everything, each rank broadcasts.
     def _gather_uneven(
         self, call: CollectiveCall, outputs: Sequence[Tensor], input: Tensor
     ) -> Work:
+        lengths = [output.numel() for output in outputs]
+        if _pads_little(lengths):
+            longest = max(lengths)
+            everyone, part = input.new_empty(self.size * longest), input.new_zeros(longest)
+            part[: input.numel()].copy_(input)
+            work = self._gather_flat(call, everyone, part)
+            rows = zip(_rows(everyone, self.size), lengths, strict=True)
+            targets, parts = [*map(_bytes, outputs)], [_bytes(row[:numel]) for row, numel in rows]
+            work.then(lambda: torch._foreach_copy_(targets, parts))
+            return work
         if outputs[self.rank].data_ptr() != input.data_ptr():
             outputs[self.rank].copy_(input)
 
@@ -389,6 +412,19 @@ def _rooted(rank: int) -> c10d.BroadcastOptions:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
+
+
+def _pads_little(lengths: Sequence[int]) -> bool:
+    """Whether parts of these lengths, all as long as the longest, take at most twice the memory."""
+    return max(lengths) * len(lengths) <= 2 * sum(lengths)
+
+
+def _padded(flat: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The parts of ``flat``, all as long as the longest by zeros behind them, end to end."""
+    padded = flat.new_zeros(len(lengths), max(lengths))
+    targets = [row[:numel] for row, numel in zip(padded.unbind(0), lengths, strict=True)]
+    torch._foreach_copy_(targets, flat.split(list(lengths)))
+    return padded.view(-1)
 
 
 def _even(tensor: Tensor, count: int) -> list[int]:

@@ -249,6 +249,7 @@ class GroupFactory:
             return PeerGroup(spec, peers, check=self.check)
         check_peers = self._check_peers(name, ranks)
         self._await_peers(store, ranks, on_wait)
+        self._claim_device(name)
         native = start_native(
             self.backend, store, name, ranks, ranks.index(self.job.rank), self._limit
         )
@@ -272,6 +273,28 @@ class GroupFactory:
             peers.close()
             raise self._authentication_error(name, ranks, intruders)
         return PeerGroup(spec, peers, check=self.check)
+
+    def _claim_device(self, name: str) -> None:
+        """Refuse the device of another rank, for which NCCL would say something or hang.
+
+        Raises:
+            WorldError: names the rank that has it.
+        """
+        identity = device_of(self.device).identity()
+        if identity is None or self.backend != "nccl":
+            return
+        key = f"device/{name}/{identity}"
+        number = self.job.store.add(key, 1)
+        if number == 1:
+            self.job.store.set(f"{key}/rank", str(self.job.rank))
+            return
+        other = self.job.store.get(f"{key}/rank").decode()
+        raise WorldError(
+            f"ranks {other} and {self.job.rank} have one device, {device_of(self.device).name()} "
+            f"({identity}), and NCCL takes one rank on each: start no more ranks on a host than it "
+            "has devices, leave each rank its own in CUDA_VISIBLE_DEVICES, or say "
+            "ec.init('gloo')"
+        )
 
     def _check_peers(self, name: str, ranks: tuple[int, ...]) -> Peers | None:
         """The peers that compare the calls of a native group; None if calls are not compared."""
