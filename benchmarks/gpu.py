@@ -96,7 +96,12 @@ def parts_of(device: str, tiny: bool, out: Path) -> list[Part]:
         script("smoke", 60.0, resumes=True),
         *(shares[:1] if tiny else shares),
         tests("tests under CSAN", "--sanitizer", "test_fsdp", "test_ddp"),
-        script("world of one", 90.0),
+        script("races", 70.0, resumes=True),
+        script("world of one", 90.0, resumes=True),
+        script("many ranks", 150.0, resumes=True),
+        script("features", 60.0, resumes=True),
+        script("traces", 60.0, resumes=True),
+        script("copies", 60.0, resumes=True),
     ]
 
 
@@ -121,7 +126,7 @@ def run_part(
         if not (part.resumes and begun):
             break
         num_begun += len(begun)
-        is_torn = len(rows) < len(begun)
+        is_torn = sum("line" in row for row in rows) < len(begun)
         if is_torn:
             error = f"{latest[-TAIL:]}\n{ending} in this line"
             results.append({"line": begun[-1], "error": error, "left_out": "", "seconds": None})

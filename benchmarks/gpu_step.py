@@ -17,7 +17,18 @@ from llama import ONE_BILLION, Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 
-__all__ = ["WARM_UP", "Figures", "Trainee", "config_of", "flops_of", "measure", "small", "timed"]
+__all__ = [
+    "WARM_UP",
+    "Figures",
+    "Trainee",
+    "config_of",
+    "counted",
+    "facts_of",
+    "flops_of",
+    "measure",
+    "small",
+    "timed",
+]
 
 WARM_UP = 3
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
@@ -132,18 +143,25 @@ def measure(
     forget(device)
     trainee = Trainee(config, wrap, device, float32=float32)
     first = trainee.steps(WARM_UP)
-    facts = {
-        "variant": variant,
+    facts = {"variant": variant, **facts_of(trainee)}
+    return {**facts, **timed(trainee, num_steps, first), **counted(trainee)}
+
+
+def facts_of(trainee: Trainee) -> dict[str, Any]:
+    """What a step of a model takes, whatever is around it."""
+    config = trainee.config
+    return {
         "num_params": trainee.num_params,
         "num_units": config.layers + 1,
         "tokens": config.batch * config.context,
         "flops": flops_of(config, trainee.num_params),
     }
-    return {**facts, **timed(trainee, num_steps, first), **counted(trainee)}
 
 
 def timed(trainee: Trainee, num_steps: int, first: Figures | None = None) -> dict[str, Any]:
     """The times of some steps, and what the allocator did in them; ``first`` were before."""
+    if trainee.device.type == "cuda":  # to build the model may take more than a step
+        torch.cuda.reset_peak_memory_stats(trainee.device)
     before = _allocator(trainee.device)
     figures = trainee.steps(num_steps)
     after = _allocator(trainee.device)

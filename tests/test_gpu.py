@@ -172,7 +172,7 @@ def test_the_table_has_the_figures_that_convince_and_names_what_does_not_communi
         "host_waits": 1,
     }
     fsdp2 = {**ALONE, "variant": "FSDP2", "losses": [2.0, 1.5]}
-    eight = {**fsdp, "ranks": 8, "network": "off"}
+    eight = {**fsdp, "ranks": 8, "network": "off", "collectives": 9, "network_bytes": 2e9}
     slow = {**eight, "network": "50 GB/s", "step_ms": [212.5]}
     speed = {"kind": "speed", "what": "bf16 matrix product, TFLOP/s", "value": 494.5}
     report = {
@@ -208,8 +208,8 @@ def test_the_table_has_the_figures_that_convince_and_names_what_does_not_communi
         f"{figures} | equal bits, 2 steps |",
         "| FSDP2 (does not communicate with one rank) |",
         "| differ by 5.0e-01 |",
-        "| 8 ranks, echelon FSDP, network 50 GB/s | 12.50 | 212.50",
-        "| 8 ranks, echelon FSDP, network off | – | 200.00",
+        "| 8 ranks, echelon FSDP, network 50 GB/s | 12.50 | 9 | 2.00 | 212.50",
+        "| 8 ranks, echelon FSDP, network off | – | 9 | 2.00 | 200.00",
     ):
         assert line in page
 
