@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -104,15 +105,29 @@ class CountingEngine:
         return counted
 
 
-def group_of(size: int, device: torch.device | None = None) -> tuple[NativeGroup, EngineCalls]:
-    """The group of all ranks as rank 0 of ``size`` sees it, and the calls of its engines."""
+def group_of(
+    size: int,
+    device: torch.device | None = None,
+    engine_of: Callable[[int, int], Engine] | None = None,
+) -> tuple[NativeGroup, EngineCalls]:
+    """The group of all ranks as rank 0 of ``size`` sees it, and the calls of its engines.
+
+    Args:
+        engine_of: makes an engine for a rank of so many; None: one that counts its calls.
+    """
     calls = EngineCalls()
     job = Job(c10d.HashStore(), RankMonitor.alone(0))
 
-    def connect(name: str, ranks: tuple[int, ...]) -> NativeGroup:
-        spec = GroupSpec(job, name, ranks, device or torch.device("cpu"), 60.0, connect)
-        engine = CountingEngine(ranks.index(0), len(ranks), calls)
-        return NativeGroup(spec, NativeEngine(cast(Engine, engine), lambda failed: None, True))
+    def connect(
+        name: str, ranks: tuple[int, ...], place: torch.device | None = None
+    ) -> NativeGroup:
+        place = place or device or torch.device("cpu")
+        spec = GroupSpec(job, name, ranks, place, 60.0, connect)
+        make = engine_of or partial(CountingEngine, calls=calls)
+        engine = make(ranks.index(0), len(ranks))
+        return NativeGroup(
+            spec, NativeEngine(cast(Engine, engine), lambda failed: None, averages=True)
+        )
 
     return connect("world", tuple(range(size))), calls
 
