@@ -13,6 +13,7 @@ import echelon as ec
 from tests.comm.gloo_ranks import run_gloo
 
 KINDS = ("threads", "processes", "gloo")
+NCCL_RULES = "threads with NCCL's rules"
 TIMEOUT_S = 60.0  # of one call; a test that hangs fails before its own time is up
 
 RankFunction = Callable[..., Any]
@@ -22,6 +23,8 @@ def run_world(
     kind: str, fn: RankFunction, ranks: int, args: Sequence[Any] = (), timeout: float = TIMEOUT_S
 ) -> list[Any]:
     """Call ``fn(world, *args)`` on every rank and return the results in rank order."""
+    if kind == NCCL_RULES:
+        return ec.run(fn, ranks, args=args, timeout=timeout, rules="nccl")
     if kind == "gloo":
         return run_gloo(fn, ranks, args=args, timeout=timeout)
     return ec.run(fn, ranks, kind, args=args, timeout=timeout)

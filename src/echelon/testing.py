@@ -265,7 +265,7 @@ class FaultyGroup(Group):
             shares_memory=inner.shares_memory,
             note=inner._note,
         )
-        self.overrides = inner.overrides
+        self.overrides, self.has_tags = inner.overrides, inner.has_tags
         self._num_subgroups = inner._num_subgroups
         self._inner, self._fault, self._at, self._sleep = inner, fault, at, sleep
         self._num_calls = 0
@@ -298,10 +298,10 @@ class FaultyGroup(Group):
         return replace(call, position=position)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
     ) -> FaultyGroup | None:
         self._inner._num_subgroups = self._num_subgroups
-        subgroup = self._inner._subgroup(self._renumbered(call), name, members)
+        subgroup = self._inner._subgroup(self._renumbered(call), name, members, device)
         if subgroup is None:
             return None
         return FaultyGroup(subgroup, self._fault, self._at, self._sleep)

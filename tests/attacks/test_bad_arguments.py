@@ -95,6 +95,7 @@ def messages_and_memory(rank: int) -> list[Case]:
     return [
         ("barrier", {}, {"label": NO_LABELS}),
         ("broadcast_object", {"item": 1}, {"src": NO_RANKS}),
+        ("gather_bytes", {"data": b"1"}, {"data": [None, 1, "text"], "dst": NO_RANKS}),
         ("all_gather_object", {}, {"item": [lambda: 1, (part for part in "ab")]}),
         *(
             (op, {"tensor": four, "dst": peer}, {"tensor": NO_TENSORS, "dst": [*NO_RANKS, rank]})
@@ -104,7 +105,14 @@ def messages_and_memory(rank: int) -> list[Case]:
             (op, {"tensor": four, "src": peer}, {"tensor": NO_OUTPUTS, "tag": NO_TAGS})
             for op in ("recv", "irecv")
         ),
-        ("subgroup", {}, {"ranks": [None, [], 0, "01", [2], [0.0], [None], [True], [-1, 0]]}),
+        (
+            "subgroup",
+            {"ranks": [0, 1]},
+            {
+                "ranks": [None, [], 0, "01", [2], [0.0], [None], [True], [-1, 0]],
+                "device": ["meta", "cuda:9", "gpu", 1.5, torch.float32],
+            },
+        ),
         ("window", {"numel": 4}, {"numel": NO_NUMELS, "dtype": NO_DTYPES}),
         ("shared_tensor", {"numel": 4}, {"numel": NO_NUMELS, "dtype": NO_DTYPES}),
     ]

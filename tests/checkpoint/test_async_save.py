@@ -20,6 +20,7 @@ import echelon as ec
 from echelon.checkpoint.async_save import AsyncSave, AsyncSaver
 from echelon.checkpoint.items import CheckpointItems
 from echelon.comm import streams
+from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, CheckpointError
 from tests.checkpoint.disks import Act, Call, Disk, FailAt
@@ -223,10 +224,15 @@ def test_a_job_ends_when_its_last_save_is_committed(kind: str, tmp_path: Path) -
     assert ec.steps(tmp_path) == [1]
 
 
+class DeviceWithoutMemory(streams.PlainDevice):
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise MemoryError("no memory")
+
+
 def no_memory_for_the_copy(world: World, folder: Path) -> str:
     trainee = LAYOUTS["ddp2"].trainee(world)
     if world.rank == 1:
-        streams.host_memory = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
+        streams.kinds["cpu"] = DeviceWithoutMemory
     saving = ec.async_save(folder, step=1, **given(trainee))
     with pytest.raises((CheckpointError, MemoryError)) as info:
         saving.wait()
@@ -355,3 +361,40 @@ def test_a_save_under_way_is_committed_when_ranks_leave_with_a_code(
         ec.run(main, 2, kind, args=(tmp_path,))
     assert caught.value.code == 75
     assert ec.steps(tmp_path) == [1]
+
+
+# On a device -----------------------------------------------------------------------------------
+
+
+def test_only_the_thread_of_the_rank_issues_collectives_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread issues is of a group that was asked for on the CPU."""
+    asked: dict[str, torch.device] = {}
+    issued: list[tuple[str, bool]] = []  # the group, and whether the thread is another one
+    subgroup, start = ThreadGroup._subgroup, ThreadGroup._start
+
+    def note_device(self: ThreadGroup, call: Any, name: str, members: Any, device: Any) -> Any:
+        asked[name] = device
+        return subgroup(self, call, name, members, torch.device("cpu"))
+
+    def note_thread(self: ThreadGroup, call: Any, operation: Any) -> Any:
+        issued.append((self.name, threading.current_thread().name == "echelon save"))
+        return start(self, call, operation)
+
+    monkeypatch.setattr(ThreadGroup, "_subgroup", note_device)
+    monkeypatch.setattr(ThreadGroup, "_start", note_thread)
+
+    def main(world: World) -> None:
+        world.group._arguments.device = torch.device("meta")  # as if it were on a device
+        saver = AsyncSaver.of(world.group)
+        world.group._arguments.device = torch.device("cpu")
+        assert saver.group is not None
+        trainee = LAYOUTS["fsdp2"].trainee(world)
+        trainee.train(0)
+        ec.async_save(tmp_path, step=1, **given(trainee)).wait()
+
+    ec.run(main, 2, "threads")
+    of_threads = {name for name, is_another in issued if is_another}
+    assert of_threads
+    assert {asked[name] for name in of_threads} == {torch.device("cpu")}

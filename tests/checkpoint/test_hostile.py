@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.streams import memory_peak
+from echelon.comm.streams import device_of
 from echelon.comm.world import World
 from echelon.errors import CheckpointError
 from tests.checkpoint.hostile_steps import CANARY, Targets, attacks, save_good
@@ -28,7 +28,7 @@ def attack_all(world: World, folder: Path) -> list[tuple[str, str, float]]:
     good = save_good(folder / "good")
     ec.load(folder / "good", **Targets(1).given)  # what is imported and made once
     seen = []
-    before = memory_peak(torch.device("cpu"))
+    before = device_of(torch.device("cpu")).memory_peak()
     for i, (name, attack) in enumerate(attacks(folder / CANARY)):
         root = folder / str(i)
         shutil.copytree(folder / "good", root)
@@ -50,7 +50,7 @@ def attack_all(world: World, folder: Path) -> list[tuple[str, str, float]]:
         assert random.getstate() == draws[0], name
         assert torch.equal(torch.get_rng_state(), draws[1]), name
         assert targets.model[0].count == 3, name
-        more = memory_peak(torch.device("cpu")) - before
+        more = device_of(torch.device("cpu")).memory_peak() - before
         assert more < MOST_NBYTES, (name, more)
         shutil.rmtree(root)
     return seen

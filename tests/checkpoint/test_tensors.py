@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import echelon as ec
+from echelon.checkpoint import tensors
 from tests.worlds import run_world
 
 
@@ -99,3 +101,26 @@ def saves_and_loads_one_element(world: ec.World, path: Path) -> None:
 
 def test_one_element_with_any_stride_is_verified_saved_and_loaded(tmp_path: Path) -> None:
     run_world("threads", saves_and_loads_one_element, 2, (tmp_path / "run",))
+
+
+class OnADevice:
+    """A tensor at an address that the host has reserved, as CUDA reserves those of devices."""
+
+    device = torch.device("cuda", 0)
+
+    def numel(self) -> int:
+        return 4
+
+    def data_ptr(self) -> int:
+        return 0x7000
+
+
+def test_memory_of_a_device_is_not_looked_up_among_that_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "maps").write_text("00000000-7fffffffffff ---p 00000000 00:00 0\n")
+    monkeypatch.setattr(tensors, "_MAPS", tmp_path / "maps")
+    on_a_device: Any = OnADevice()
+    tensors.check_writable([("weight", on_a_device)])
+    with pytest.raises(ec.errors.ArgumentError, match="'weight' lies in memory"):
+        tensors.check_writable([("weight", torch.zeros(1))])

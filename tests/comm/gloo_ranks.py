@@ -189,7 +189,7 @@ def _limit(world: World, timeout: float) -> None:
     assert isinstance(group, PeerGroup)
     group._peers.timeout = timeout
     factory = group._connect.__self__  # type: ignore[attr-defined]
-    group._connect = replace(factory, timeout=timeout).make
+    group._connect = replace(factory, timeout=timeout)._make_on
 
 
 def _native_group(
@@ -201,7 +201,7 @@ def _native_group(
     holds_store = job.rank == 0
     notices = Job(dist.PrefixStore("notices", store), monitor, job.size if holds_store else 0)
 
-    def make(name: str, ranks: tuple[int, ...]) -> NativeGroup:
+    def make(name: str, ranks: tuple[int, ...], device: torch.device) -> NativeGroup:
         rank = ranks.index(job.rank)
         engine = dist.group.WORLD
         if name != "world":
@@ -211,7 +211,7 @@ def _native_group(
         if check:
             side = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), limit)
             peers = Peers(side, rank, len(ranks), timeout)
-        spec = GroupSpec(notices, name, ranks, torch.device("cpu"), timeout, make)
+        spec = GroupSpec(notices, name, ranks, device, timeout, make)
         return NativeGroup(spec, NativeEngine(engine, leave_running), peers)
 
-    return make("world", tuple(range(job.size)))
+    return make("world", tuple(range(job.size)), torch.device("cpu"))

@@ -26,19 +26,19 @@ def test_ranks_of_a_host_take_its_cuda_devices_in_turn(monkeypatch) -> None:
 
 
 def test_only_the_cpu_is_memory_that_processes_can_share() -> None:
-    assert streams.is_cpu(CPU)
-    assert not streams.is_cpu(torch.device("cuda", 0))
+    assert streams.device_of(CPU).is_host
+    assert not streams.device_of(torch.device("cuda", 0)).is_host
 
 
 def test_the_cpu_is_always_synchronized() -> None:
-    streams.synchronize(CPU)
+    streams.device_of(CPU).synchronize()
 
 
 def test_the_memory_peak_is_at_least_what_is_resident_now() -> None:
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     # The kernel counts pages in batches for each thread, so the two may differ by some.
-    assert streams.memory_peak(CPU) >= resident - 2**22
+    assert streams.device_of(CPU).memory_peak() >= resident - 2**22
 
 
 @pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1), ("win32", 0)])
@@ -48,7 +48,7 @@ def test_the_resident_set_is_counted_in_the_unit_of_the_system(
     usage = type("Usage", (), {"ru_maxrss": 5000})
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)
     monkeypatch.setattr(streams.sys, "platform", platform)
-    assert streams.memory_peak(CPU) == 5000 * factor
+    assert streams.device_of(CPU).memory_peak() == 5000 * factor
 
 
 # --- streams -----------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class FakeEvent:
     ("new_stream", "expected"),
     [
         (
-            streams.side_stream,
+            "side_stream",
             [
                 "own waits for stream current",
                 "event on own",
@@ -94,7 +94,7 @@ class FakeEvent:
             ],
         ),
         (
-            streams.current_stream,
+            "current_stream",
             [
                 "event on current",
                 "current waits for event of current",
@@ -108,28 +108,42 @@ def test_a_stream_orders_streams_by_events_and_blocks_the_host_only_to_synchroni
 ) -> None:
     log: list[str] = []
     current = FakeStream("current", log)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", log))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream("own", log))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    stream = new_stream(CUDA)
+    stream = getattr(streams.device_of(CUDA), new_stream)()
     stream.wait_for_current()
     event = stream.record_event()
     event.wait()
     event.synchronize()
     assert log == expected
-    assert stream.queued == (new_stream is streams.side_stream)
+    assert stream.queued == (new_stream == "side_stream")
 
 
 def test_on_the_cpu_a_stream_is_the_current_order() -> None:
-    stream = streams.side_stream(CPU)
+    stream = streams.device_of(CPU).side_stream()
     stream.wait_for_current()
     with stream.as_current():
         stream.record_event().wait()
     stream.record_event().synchronize()
     assert not stream.queued
-    assert not streams.host_memory(3, torch.float32, CPU).is_pinned()
+    assert not streams.device_of(CPU).host_memory(3, torch.float32).is_pinned()
+
+
+def test_side_streams_come_before_the_current_one(monkeypatch) -> None:
+    priorities: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: priorities.append(priority))
+    streams.device_of(CUDA).side_stream()
+    assert priorities == [-1]
+
+
+def test_a_device_is_told_from_all_others_by_its_uuid(monkeypatch) -> None:
+    facts = type("Properties", (), {"uuid": "1234"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    assert streams.device_of(CUDA).identity() == "1234"
+    assert streams.device_of(CPU).identity() is None
 
 
 def test_a_device_has_the_name_of_its_product(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert streams.device_name(torch.device("cuda", 1)) == "GPU 1"
-    assert streams.device_name(torch.device("cpu")) == "cpu"
+    assert streams.device_of(torch.device("cuda", 1)).name() == "GPU 1"
+    assert streams.device_of(torch.device("cpu")).name() == "cpu"

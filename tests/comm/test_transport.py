@@ -32,7 +32,7 @@ class NoTransport(Transport):
         raise AssertionError
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
     ) -> "NoTransport | None":
         raise AssertionError
 

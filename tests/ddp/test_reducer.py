@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ec
+from echelon.comm import streams
+from echelon.ddp.reducer import Reducer
 from tests.ddp.checks import SMALL
 from tests.ddp.models import Opaque, Output, Wrapping, assert_close, gradients, mlp, rows, share
 
@@ -272,3 +275,72 @@ def test_memory_of_buckets_is_told_and_returned():
     assert 4 * numel <= at_work["gradients"] < 4 * (numel + 5 * 16)  # five gradients, aligned
     assert at_work["communication"] == wire
     assert afterwards == {"gradients": 0, "communication": 0}
+
+
+class ReadingWaits(streams.PlainDevice):
+    """A device on which reading a value waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.reading_waits = True
+
+
+def test_a_parameter_that_a_rank_froze_is_told_one_step_late_where_reading_waits(monkeypatch):
+    monkeypatch.setitem(streams.kinds, "cpu", ReadingWaits)
+
+    def main(world):
+        ddp = ec.DDP(mlp(), world.group)
+        x = share(rows(0, 2), world.rank, 2)
+        ddp(x).sum().backward()
+        if world.rank == 1:
+            next(iter(ddp.parameters())).requires_grad_(False)
+        ddp(x).sum().backward()
+        loss = torch.tensor([float(world.rank)])
+        world.group.all_reduce(loss)  # all ranks are at the same point
+        with pytest.raises(ec.errors.ModelMismatch, match="whether they train parameter"):
+            ddp(x).sum().backward()
+        return loss.item()
+
+    assert ec.run(main, 2) == [1.0, 1.0]
+
+
+class ReadsOfTheHost(TorchDispatchMode):
+    """The values that the host reads of tensors, for each of which it would wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_read_what_a_backward_has_just_reduced(monkeypatch):
+    """Whether buffers have changed is read before the next forward, when it is long there."""
+    monkeypatch.setitem(streams.kinds, "cpu", ReadingWaits)
+    finalize, reads = Reducer._finalize_backward, []
+
+    def watched(self):
+        with ReadsOfTheHost() as mode:
+            finalize(self)
+        reads.append(mode.count)
+
+    monkeypatch.setattr(Reducer, "_finalize_backward", watched)
+
+    def main(world):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        ddp = ec.DDP(model, world.group)
+        x = torch.randn(4, 3, dtype=torch.float64)
+        means = []
+        model[0].register_forward_pre_hook(
+            lambda *args: means.append(model[1].running_mean.clone())
+        )
+        for _ in range(3):
+            ddp(x + world.rank).sum().backward()
+        return torch.stack(means)
+
+    first, other = ec.run(main, 2)
+    assert torch.equal(first, other)  # in the forwards all ranks have the buffers of rank 0
+    assert not torch.equal(first[1], first[2])
+    assert reads == [0] * 6

@@ -141,7 +141,7 @@ def test_replicas_hold_the_same_ranges_and_can_be_written() -> None:
 def test_ranges_on_the_host_are_the_model_and_can_be_written(
     offload: ec.Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    separate(monkeypatch.setattr)
+    separate(monkeypatch)
     run_world("threads", all_are, 2, (offloaded(offload)[::5], True))
 
 

@@ -102,7 +102,7 @@ def test_over_gloo_offload_changes_no_bit(over_gloo: list[Any]) -> None:
 
 @pytest.mark.slow
 def test_over_threads_offload_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    separate(monkeypatch.setattr)
+    separate(monkeypatch)
     assert ec.run(changed, 2, args=(CASES[1:2],)) == [[], []]
 
 
@@ -196,7 +196,7 @@ def handles_masters(world: World) -> None:
 def test_masters_may_be_in_another_memory_for_all_that_reads_or_writes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    separate(monkeypatch.setattr)
+    separate(monkeypatch)
     ec.run(handles_masters, 2)
 
 

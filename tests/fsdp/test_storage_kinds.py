@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import echelon as ec
 from echelon import Offload
 from echelon.comm import streams
 from echelon.comm.world import World
-from echelon.fsdp import local_shard
 
 
 class Recording(streams.Stream):
@@ -55,6 +55,22 @@ class RecordingEvent(streams.StreamEvent):
         self.stream.log.append(f"host waits for {self.stream.name}")
 
 
+class RecordingDevice(streams.PlainDevice):
+    """A device with memory of its own, whose first two streams are recording ones."""
+
+    def __init__(self, names: Iterator[str], log: list[str], device: torch.device) -> None:
+        super().__init__(device)
+        self.is_host = False
+        self._names, self._log = names, log
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return True  # the two are one here
+
+    def current_stream(self) -> streams.Stream:
+        name = next(self._names, None)
+        return super().current_stream() if name is None else Recording(name, self._log)
+
+
 def step(world: World, log: list[str], offload: Offload, trains_bias: bool) -> list[str]:
     """One forward and backward of a model that is one unit."""
     linear = nn.Linear(3, 2)
@@ -77,13 +93,8 @@ def record(
     patch: pytest.MonkeyPatch, offload: Offload, *, trains_bias: bool = True
 ) -> tuple[list[str], list[str]]:
     log: list[str] = []
-    names = iter("GR")
-    for new_stream in ("current_stream", "side_stream"):
-        patch.setattr(local_shard, new_stream, lambda device: Recording(next(names), log))
+    patch.setitem(streams.kinds, "cpu", partial(RecordingDevice, iter("GR"), log))
     # A rank that is alone shares memory with nobody, so its parts are gathered as over NCCL.
-    patch.setattr(
-        local_shard, "has_two_memories", lambda offload, device: offload is not Offload.NONE
-    )
     found: list[Any] = ec.run(step, 1, args=(log, offload, trains_bias))
     at = found[0].index("|")
     return found[0][:at], found[0][at + 1 :]

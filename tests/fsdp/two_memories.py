@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import echelon as ec
-from echelon import Offload
+from echelon.comm import streams
 from echelon.comm.call_arguments import Arguments
-from echelon.fsdp import local_shard
 
 _COPIES = {
     torch.ops.aten.copy_.default,
@@ -72,12 +72,22 @@ class Memories(TorchDispatchMode):
         return output
 
 
-def _host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    tensor = torch.empty(numel, dtype=dtype)
-    memories: Memories | None = getattr(_here, "memories", None)
-    if memories is not None:
-        memories.put(tensor, on_host=True)
-    return tensor
+class _Apart(streams.PlainDevice):
+    """The CPU as a device whose memory is not that of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_host = False
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return True  # nobody asks for what ``Memories`` does not see
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(numel, dtype=dtype)
+        memories: Memories | None = getattr(_here, "memories", None)
+        if memories is not None:
+            memories.put(tensor, on_host=True)
+        return tensor
 
 
 def _check(self: Arguments, op: str, read: Any = (), written: Any = ()) -> torch.dtype:
@@ -91,11 +101,11 @@ def _check(self: Arguments, op: str, read: Any = (), written: Any = ()) -> torch
 _plain_check = Arguments.check_tensors
 
 
-def separate(patch: Callable[[object, str, object], None] = setattr) -> None:
-    """Make offloaded state lie in another memory; for good, or as ``monkeypatch.setattr`` does."""
-    patch(local_shard, "has_two_memories", lambda offload, device: offload is not Offload.NONE)
-    patch(local_shard, "host_memory", _host_memory)
-    patch(Arguments, "check_tensors", _check)
+def separate(patch: pytest.MonkeyPatch | None = None) -> None:
+    """Make offloaded state lie in another memory; for good, or as long as ``patch`` does."""
+    patch = pytest.MonkeyPatch() if patch is None else patch
+    patch.setitem(streams.kinds, "cpu", _Apart)
+    patch.setattr(Arguments, "check_tensors", _check)
 
 
 @contextmanager

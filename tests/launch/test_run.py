@@ -14,8 +14,11 @@ import pytest
 import torch
 
 import echelon as ec
+from echelon.diagnosis.rank_monitor import RankMonitor
 from echelon.errors import ArgumentError, CommError, DeadlockError, RankFailed
-from echelon.launch.run import run
+from echelon.launch.run import _meet_job, run
+from echelon.process.environment import environment
+from tests.processes import free_port
 
 KINDS = ("threads", "processes")
 
@@ -313,3 +316,19 @@ def chooses(world: ec.World) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_that_cannot_be_had_is_refused(kind) -> None:
     ec.run(chooses, 2, kind)
+
+
+def test_ranks_over_gloo_start_no_context_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(device: object) -> None:
+        raise AssertionError(f"a context on {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", start)
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**job, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    known = environment(os.environ)
+    assert known is not None
+    with _meet_job(known, "gloo", 20.0, False, RankMonitor.alone(0)) as world:
+        assert world.device == torch.device("cpu")

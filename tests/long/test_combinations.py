@@ -31,7 +31,7 @@ def test_ranges_of_all_ranks_are_the_model(strategy: ec.Strategy, ranks: int, ki
 def test_ranges_on_the_host_are_the_model(
     offload: ec.Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    separate(monkeypatch.setattr)
+    separate(monkeypatch)
     run_world("threads", all_are, 2, (offloaded(offload), True))
 
 

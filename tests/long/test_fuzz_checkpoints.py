@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.streams import memory_peak
+from echelon.comm.streams import device_of
 from echelon.comm.world import World
 from echelon.errors import CheckpointError
 from tests.checkpoint.hostile_steps import CANARY, Targets, save_good
@@ -161,7 +161,7 @@ def fuzz(world: World, folder: Path, seed: int, seconds: float) -> dict[str, int
     """Load changed checkpoints until time is up; how many, by outcome."""
     good = save_good(folder / "good")
     ec.load(folder / "good", **Targets(1).given)
-    before = memory_peak(torch.device("cpu"))
+    before = device_of(torch.device("cpu")).memory_peak()
     warnings.simplefilter("ignore")  # of what was passed over
     # A defect must not take the memory of the machine.
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
@@ -194,7 +194,7 @@ def fuzz(world: World, folder: Path, seed: int, seconds: float) -> dict[str, int
             raise
         counts[outcome] = counts.get(outcome, 0) + 1
         assert time.process_time() - start_s < MOST_S, case
-        assert memory_peak(torch.device("cpu")) - before < MOST_NBYTES, case
+        assert device_of(torch.device("cpu")).memory_peak() - before < MOST_NBYTES, case
         shutil.rmtree(root)
     return counts
 

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from typing import Any
 
 import pytest
@@ -143,22 +143,28 @@ class Late(StreamEvent):
         return self.num_queries < 0
 
 
-class LateStreams:
-    """The streams of a device whose copies take some forwards."""
+class LateStream(streams.Stream):
+    """The stream of a device whose copies take some forwards."""
 
-    StreamEvent, host_memory = StreamEvent, staticmethod(streams.host_memory)
+    queued = False
 
-    @staticmethod
-    def reading_waits(device: torch.device) -> bool:
-        return True
+    def as_current(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
-    @staticmethod
-    def current_stream(device: torch.device) -> type["LateStreams"]:
-        return LateStreams
+    def wait_for_current(self) -> None:
+        pass
 
-    @staticmethod
-    def record_event() -> Late:
+    def record_event(self) -> Late:
         return Late(5)
+
+
+class LateDevice(streams.PlainDevice):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.reading_waits = True
+
+    def current_stream(self) -> LateStream:
+        return LateStream()
 
 
 def train_while_copies_are_late(world: ec.World, same: bool) -> None:
@@ -175,7 +181,7 @@ def train_while_copies_are_late(world: ec.World, same: bool) -> None:
 def test_where_reading_waits_rows_are_read_in_the_first_forward_that_finds_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool, num_told: int
 ) -> None:
-    monkeypatch.setattr(data_watch, "streams", LateStreams)
+    monkeypatch.setattr(data_watch, "device_of", LateDevice)
     ec.run(train_while_copies_are_late, 2, args=(same,))
     assert capsys.readouterr().err.count(SAME) == num_told
 

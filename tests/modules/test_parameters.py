@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.modules.parameters import ModuleSnapshot, ParameterGuard
+from echelon.comm import streams
+from echelon.modules.parameters import LateAnswer, ModuleSnapshot, ParameterGuard
 
 WRAPPERS: dict[str, Callable[[nn.Module, ec.Group], nn.Module]] = {
     "DDP": ec.DDP,
@@ -177,3 +178,30 @@ def test_a_snapshot_is_current_until_the_module_changes(change: str) -> None:
     snapshot.take(net)
     assert snapshot.is_current()
     assert list(map(id, snapshot.params)) == list(map(id, net.parameters()))
+
+
+class ReadingWaits(streams.PlainDevice):
+    """A device on which reading a value waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.reading_waits = True
+
+
+def test_no_rank_decides_by_its_device_when_it_reads_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where reading waits, all ranks read one reduction later, whether their devices are ready."""
+
+    def ready(self: object) -> bool:
+        raise AssertionError("asked whether the device is ready")
+
+    monkeypatch.setattr(streams._NoEvent, "query", ready)
+    for waits in (False, True):
+        kind = ReadingWaits if waits else streams.PlainDevice
+        monkeypatch.setitem(streams.kinds, "cpu", kind)
+        answer = LateAnswer()
+        answer.take(torch.tensor([1.0]))
+        assert answer.is_yes(at_once=False) is not waits
+        assert answer.is_yes() is waits
+        assert not answer.is_yes()

@@ -192,3 +192,28 @@ def test_a_batch_that_cannot_be_cut_is_refused_on_every_rank() -> None:
         return str(info.value)
 
     ec.run(main, 2)
+
+
+class WritesIntoItsInput(nn.Module):
+    """Scales what it is given, in place, before it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.view(-1)[0].mul_(0.5)
+        return x * self.weight
+
+
+def gradient_of_a_stage_that_writes(world: World) -> list[float]:
+    stages = [WritesIntoItsInput(), nn.Linear(1, 1)]
+    pipe = ec.Pipeline(stages, world.group, microbatches=2, loss_fn=mse, schedule="gpipe")
+    x = torch.tensor([[4.0], [1.0], [6.0], [1.0]])
+    pipe.step(x, target=torch.zeros(4, 1))
+    assert x.flatten().tolist() == [2.0, 1.0, 3.0, 1.0] or world.rank > 0
+    return [float(param.grad.abs().sum()) for param in pipe.parameters() if param.grad is not None]
+
+
+def test_a_forward_may_write_into_its_microbatch() -> None:
+    assert all(sum(found) > 0 for found in ec.run(gradient_of_a_stage_that_writes, 2))

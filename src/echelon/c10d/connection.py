@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
@@ -38,6 +39,7 @@ class Connection:
         await_message: returns when there is such a message; raises ``CommTimeout`` after seconds,
             or those of the group.
         close: leaves the group; a text says what this rank did instead of leaving in good order.
+        batch: a context; messages that are issued in its body are one operation.
         is_simulated: the ranks are threads that take turns, so nothing may wait outside of groups.
         clock: shows the seconds that limits of time count.
     """
@@ -47,6 +49,7 @@ class Connection:
     await_message: Callable[[CallSignature, int, float | None], None]
     close: Callable[[str | None], None]
     is_simulated: bool
+    batch: Callable[[], AbstractContextManager[None]] = nullcontext
     clock: Callable[[], float] = time.monotonic
 
 
@@ -155,6 +158,7 @@ def _connect_threads(options: c10d._DistributedBackendOptions, world: ThreadGrou
         await_message=partial(_await_message, group),
         close=partial(_leave_group, group),
         is_simulated=True,
+        batch=group.batch,
         clock=partial(_clock, group.thread_world.order, world.rank),
     )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
 from echelon import checks
 from echelon.c10d.connection import Connection, connect, of_processes
@@ -32,7 +33,7 @@ from echelon.c10d.translate import (
 from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.comm.profiler_spans import NO_SPAN, caller_span, profiler_runs
 from echelon.comm.work import Work
-from echelon.errors import ArgumentError
+from echelon.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from echelon.comm.shm import ShmGroup
@@ -372,9 +373,15 @@ class ProcessGroupEchelon(NamedProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Start to receive a tensor from whichever rank sends one."""
+        if not self._group.has_tags:
+            raise UnsupportedError("NCCL cannot receive from any rank: give recv the rank as src")
         (tensor,) = tensors
         part = ReceiveFromAny(self._connection, tensor, tag)
         return self._work([part], tensors, source=lambda: part.source)
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Let the messages that are issued in the body be one operation, as NCCL has it."""
+        return self._connection.batch()
 
     # torch 2.11 calls these by their former names.
     _allgather_base = all_gather_single
@@ -387,6 +394,18 @@ class ProcessGroupEchelon(NamedProcessGroup):
 def _create(options: c10d._DistributedBackendOptions, _: object) -> ProcessGroupEchelon:
     """Connect the ranks of a new process group; c10d calls it on each of them."""
     return ProcessGroupEchelon(connect(options), options.store)
+
+
+_batch_isend_irecv = distributed_c10d.batch_isend_irecv
+
+
+@wraps(_batch_isend_irecv)
+def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+    """Start a batch of messages as torch does, which knows none of our groups."""
+    group = p2p_op_list[0].group if p2p_op_list else None
+    group = distributed_c10d._get_default_group() if group is None else group
+    with group.batch() if isinstance(group, ProcessGroupEchelon) else nullcontext():
+        return _batch_isend_irecv(p2p_op_list)
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

@@ -23,6 +23,7 @@ from echelon.c10d import (  # register state
     simulated_rank,
     torch_globals,  # noqa: F401
 )
+from echelon.c10d.process_group import batch_isend_irecv
 from echelon.c10d.rank_variables import rank_variables, timeout_variable
 from echelon.c10d.served_backends import new_process_group, set_group_timeout
 from echelon.c10d.simulated_store import (
@@ -74,9 +75,10 @@ register_replacements(
         (device_mesh.DeviceMesh, "__init__", _init_mesh_of_rank),
         (dist, "_make_distributed_pdb", BreakpointOfRank),
         *(
-            (module, name, store)
+            (module, name, value)
             for module in (dist, distributed_c10d, rendezvous)
-            for name, store in (
+            for name, value in (
+                ("batch_isend_irecv", batch_isend_irecv),
                 ("TCPStore", SimulatedTCPStore),
                 ("FileStore", SimulatedFileStore),
                 ("HashStore", SimulatedHashStore),

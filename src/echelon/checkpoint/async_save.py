@@ -3,6 +3,9 @@
 [Note: a group for the thread]
 The thread communicates with the other ranks while training communicates, so it has a group of its
 own: two threads in one group could issue their collectives in different orders on different ranks.
+The group is on the CPU. On a device, a wait of the thread would hold up the stream on which
+training computes until the slowest rank has written its files, and two ranks whose threads and
+trainings launch collectives in different orders could wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from echelon import checks
 from echelon.checkpoint.saving import Saving, SkippedSave
 from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.tensors import copy_aside
-from echelon.comm import streams
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.errors import CheckpointError
 from echelon.launch.run import entered
 from echelon.process.background_threads import run_in_background
@@ -146,7 +149,7 @@ class AsyncSaver:
         at_end: registers a function for the regular end of the world or the script.
 
     Attributes:
-        group: a subgroup of the same ranks, for the thread. See [Note: a group for the thread].
+        group: the same ranks on the CPU, for the thread. See [Note: a group for the thread].
     """
 
     _of_script: ClassVar[AsyncSaver | None] = None
@@ -154,7 +157,7 @@ class AsyncSaver:
     def __init__(self, group: Group | None, at_end: AtEnd) -> None:
         self.group: Group | None = None
         if group is not None and group.size > 1:
-            self.group = group.subgroup(range(group.size))
+            self.group = group.subgroup(range(group.size), device="cpu")
         self._at_end = at_end
         self._last: AsyncSave | None = None
         self._memory: Tensor | None = None
@@ -207,12 +210,12 @@ class AsyncSaver:
             end += -(-tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
         if self._memory is None or self._memory.numel() < end:
             self._memory = None  # freed before more is taken
-            self._memory = streams.host_memory(end, torch.uint8, device)
+            self._memory = device_of(device).host_memory(end, torch.uint8)
         copies = [
             copy_aside(tensor, self._memory[start : start + tensor.nbytes])
             for start, tensor in zip(starts, values, strict=True)
         ]
-        streams.synchronize(device)
+        device_of(device).synchronize()
         saving.replace_values(copies)
 
 

@@ -47,25 +47,45 @@ class Coordinator:
             Exception: on every rank, if ``step`` raised on one: the error of the first such rank,
                 which is named.
         """
-        result, error = None, None
-        try:
-            result = step()
-        except Exception as raised:  # raised again below, on all ranks
-            error = named(raised, None if self.group is None else self.world_rank)
+        result, error = self._outcome(step)
         label = what if request is None else f"{what}, which all ranks make"
-        error_json = None if error is None else _error_as_json(error)
-        report = {"request": request, "error": error_json, "result": result}
+        report = {"request": request, "error": _error_as_json(error), "result": result}
         reports = self._gather(report, label)
         if request is not None:
             self._check_alike([report["request"] for report in reports], what)
-        for rank, report in enumerate(reports):
-            if report["error"] is not None:
-                if rank == self.rank:
-                    assert error is not None
-                    raise error
-                other = _error_from_json(report["error"], self._world_rank_of(rank), self.path)
-                raise other from error
+        self._raise_first([report["error"] for report in reports], error)
         return [report["result"] for report in reports]
+
+    def collect_on_first(self, what: str, step: Callable[[], Any]) -> list[Any] | None:
+        """Run ``step`` on every rank; its results in rank order on the first one, None on others.
+
+        For results that are long: on 1,000 ranks nobody but the first parses those of all.
+
+        Raises:
+            Exception: as ``run_on_all``.
+        """
+        result, error = self._outcome(step)
+        self._raise_first(self._gather(_error_as_json(error), f"errors of {what}"), error)
+        if self.group is None:
+            return [result]
+        parts = self.group.gather_bytes(_dumped(result), label=what)
+        return None if parts is None else [json.loads(part) for part in parts]
+
+    def _outcome(self, step: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """What ``step`` returned, or the error that it raised, which all ranks raise then."""
+        try:
+            return step(), None
+        except Exception as error:
+            return None, named(error, None if self.group is None else self.world_rank)
+
+    def _raise_first(self, errors: Sequence[Any], raised: Exception | None) -> None:
+        """Raise the first error of the ranks, which are JSON; this rank's was ``raised``."""
+        for rank, error in enumerate(errors):
+            if error is not None:
+                if rank == self.rank:
+                    assert raised is not None
+                    raise raised
+                raise _error_from_json(error, self._world_rank_of(rank), self.path) from raised
 
     def run_on_first(self, what: str, step: Callable[[], Any]) -> Any:
         """Run ``step``, which returns JSON, on the first rank; its result, on all ranks.
@@ -109,8 +129,7 @@ class Coordinator:
     def _gather(self, fact: Any, what: str) -> list[Any]:
         if self.group is None:
             return [fact]
-        data = json.dumps(fact, separators=(",", ":")).encode()
-        return [json.loads(part) for part in self.group.all_gather_bytes(data, label=what)]
+        return [json.loads(part) for part in self.group.all_gather_bytes(_dumped(fact), label=what)]
 
     def _world_rank_of(self, rank: int) -> int:
         return rank if self.group is None else self.group.ranks[rank]
@@ -139,7 +158,13 @@ def named(error: Exception, rank: int | None) -> Exception:
     return error
 
 
-def _error_as_json(error: Exception) -> dict[str, Any]:
+def _dumped(fact: Any) -> bytes:
+    return json.dumps(fact, separators=(",", ":")).encode()
+
+
+def _error_as_json(error: Exception | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
     facts = {name: value for name, value in vars(error).items() if _is_json(value)}
     return {"type": type(error).__name__, "text": message_of(error), "facts": facts}
 

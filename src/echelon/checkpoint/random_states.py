@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.checksum import checksum
-from echelon.comm import streams
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
 GENERATORS = ("python", "numpy", "torch", "device")
@@ -70,7 +70,7 @@ class RandomChanges:
             changed["numpy"] = [kind, _tensor(keys), *rest]
         for name, state in (
             ("torch", torch.get_rng_state()),
-            ("device", streams.random_state(self._device)),
+            ("device", device_of(self._device).random_state()),
         ):
             last = self._last.get(name)
             if name not in self._last or not _are_equal(last, state):
@@ -112,7 +112,7 @@ class RandomStates:
             CheckpointCorrupt: these are no states of generators.
         """
         try:
-            return cls._tried(states, streams.random_state(device))
+            return cls._tried(states, device_of(device).random_state())
         except (
             ArithmeticError,
             AttributeError,
@@ -184,7 +184,7 @@ class RandomStates:
             random.setstate(self.of_python)
             np.random.set_state(self.of_numpy)
             if self.of_device is not None:
-                streams.set_random_state(device, self.of_device)
+                device_of(device).set_random_state(self.of_device)
 
 
 def _seed(generator: str, rank: int, state: np.ndarray[Any, Any]) -> int:

@@ -217,7 +217,7 @@ class Saving:
             "checkpoint.save", rank=coordinator.world_rank, step=self._step, nbytes=self.nbytes
         ):
             try:
-                reports = coordinator.run_on_all("files of a save", self._write)
+                reports = coordinator.collect_on_first("files of a save", self._write)
                 coordinator.run_on_first("commit of a save", partial(self._commit, reports))
             except BaseException:
                 self.abandon()
@@ -257,8 +257,9 @@ class Saving:
             "threads": torch.get_num_threads(),
         }
 
-    def _commit(self, reports: Sequence[Json]) -> None:
+    def _commit(self, reports: Sequence[Json] | None) -> None:
         assert self._temporary is not None
+        assert reports is not None
         sections = {}
         for name, kind in self._kinds.items():
             facts = [report["facts"].get(name, self._facts[name]) for report in reports]

@@ -20,14 +20,14 @@ from torch import Tensor
 from echelon.checkpoint.checksum import Checksum
 from echelon.comm.buffers import is_expanded
 from echelon.comm.object_bytes import flat_bytes
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory of the tensor, on the host, has the bytes as they are saved."""
     return (
-        is_cpu(tensor.device)
+        device_of(tensor.device).is_on_host(tensor)
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -93,14 +93,15 @@ _MAPS = Path("/proc/self/maps")
 def check_writable(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse named tensors in memory that cannot be written; see the note.
 
-    Without ``/proc``, all memory counts as writable.
+    Without ``/proc``, all memory counts as writable, and so does that of devices: the addresses of
+    CUDA lie in a range that is reserved without any rights.
 
     Raises:
         ArgumentError: names the first tensor.
     """
     pages: _Pages | None = None
     for name, tensor in tensors:
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or not device_of(tensor.device).is_host:
             continue
         pages = _Pages() if pages is None else pages
         if pages.is_read_only(tensor.data_ptr()):

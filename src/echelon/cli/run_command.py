@@ -18,6 +18,12 @@ from echelon.process import time_limits
 from echelon.process.operating_system import require_linux
 
 
+class RulesName(StrEnum):
+    """The rules of simulated ranks that can be asked for."""
+
+    NCCL = "nccl"
+
+
 class WorldKind(StrEnum):
     """The kinds of ranks of ``echelon run``."""
 
@@ -79,6 +85,15 @@ Step = Annotated[
 ]
 
 
+Rules = Annotated[
+    RulesName | None,
+    typer.Option(
+        help="Let simulated ranks wait for one another as over NCCL, to find hangs that only NCCL "
+        "has: messages match by their order, first uses block, one queue serves a rank."
+    ),
+]
+
+
 ShowCommand = Annotated[
     bool, typer.Option("--print", help="Show the command that does it and start nothing.")
 ]
@@ -99,6 +114,7 @@ def run_script(
     tee: Tee = False,
     concurrent: Concurrent = False,
     step: Step = False,
+    rules: Rules = None,
     show_command: ShowCommand = False,
 ) -> None:
     """Run SCRIPT on many ranks of this machine.
@@ -115,21 +131,21 @@ def run_script(
     program = Program(script, is_module=module)
     if (problem := program.problem()) is not None:
         raise typer.BadParameter(problem, param_hint="SCRIPT")
-    only_for_processes = {
+    of_processes = {
         "--print": show_command,
         "--log-dir": log_dir is not None,
         "--max-restarts": max_restarts > 0,
         "--grace": grace is not None,
     }
-    _refuse_for(world, only_for_processes, concurrent=concurrent, step=step)
+    of_threads = {"--concurrent": concurrent, "--rules": rules is not None}
+    _refuse_to_step(world, concurrent=concurrent, step=step)
+    _refuse_for(world, of_processes, of_threads)
     if world is WorldKind.THREADS:
         from echelon.launch.simulated_job import run_threads
 
-        run = partial(run_threads, tee=tee, concurrent=concurrent)
+        run = partial(run_threads, tee=tee, concurrent=concurrent, rules=rules and rules.value)
         run_ranks = _step_through if step else None
         raise typer.Exit(run(program, arguments or [], ranks, timeout, run_ranks=run_ranks))
-    from echelon.launch import local_job
-
     launch = Launch(
         program=program,
         arguments=tuple(arguments or ()),
@@ -140,6 +156,12 @@ def run_script(
         timeout=timeout,
         tee=tee,
     )
+    _run_or_show(launch, show_command)
+
+
+def _run_or_show(launch: Launch, show_command: bool) -> None:
+    from echelon.launch import local_job
+
     if show_command:
         say(launch.shown())
         return
@@ -153,7 +175,7 @@ def _step_through(fn: Callable[..., Any], ranks: int, **options: Any) -> None:
 
 
 def _refuse_for(
-    world: WorldKind, of_processes: dict[str, bool], *, concurrent: bool, step: bool
+    world: WorldKind, of_processes: dict[str, bool], of_threads: dict[str, bool]
 ) -> None:
     """Refuse ranks that this system has not, and options that are for the other kind of ranks."""
     if world is WorldKind.PROCESSES:
@@ -161,19 +183,24 @@ def _refuse_for(
             require_linux("worlds of processes")
         except UnsupportedError as error:
             raise typer.BadParameter(str(error), param_hint="--world") from error
-    if step and (concurrent or world is not WorldKind.THREADS):
-        sentence = "it holds simulated ranks that take turns: use it with --world threads alone"
-        raise typer.BadParameter(sentence, param_hint="--step")
-    given, sentence = {"--concurrent": concurrent}, "processes always are"
+    given, sentences = of_threads, dict.fromkeys(of_threads, "it is for --world threads")
+    sentences["--concurrent"] = "processes always are"
     if world is WorldKind.THREADS:
         given = of_processes
-        sentence = (
+        sentences = dict.fromkeys(
+            of_processes,
             "simulated ranks are threads of this process and need no agent: "
-            "use it with --world processes"
+            "use it with --world processes",
         )
     for option, was_given in given.items():
         if was_given:
-            raise typer.BadParameter(sentence, param_hint=option)
+            raise typer.BadParameter(sentences[option], param_hint=option)
+
+
+def _refuse_to_step(world: WorldKind, *, concurrent: bool, step: bool) -> None:
+    if step and (concurrent or world is not WorldKind.THREADS):
+        sentence = "it holds simulated ranks that take turns: use it with --world threads alone"
+        raise typer.BadParameter(sentence, param_hint="--step")
 
 
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:

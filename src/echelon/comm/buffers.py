@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import SharedMemoryError
 
 # Smaller requests are granted unasked: reading how much memory is free would take longer.
@@ -89,7 +89,11 @@ def require_memory(nbytes: int, device: torch.device, *, what: str) -> None:
 
     The kernel would grant it all the same, and kill the process when it writes to it.
     """
-    if is_cpu(device) and nbytes > _LARGE_NBYTES and nbytes > (available := available_nbytes()):
+    if (
+        device_of(device).is_host
+        and nbytes > _LARGE_NBYTES
+        and nbytes > (available := available_nbytes())
+    ):
         raise SharedMemoryError(what, nbytes, available)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from echelon.errors import ArgumentError
 
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
 _STRIDED = torch.strided
+_CPU = torch.device("cpu")
 
 
 class PartOfATensor:
@@ -193,6 +194,21 @@ class Arguments:
         for member in members:
             self.check_rank("a member of the subgroup", member)
         return sorted(set(members))
+
+    def device_of_subgroup(self, device: object) -> torch.device:
+        """Check the device of a new group, and return it."""
+        if device is None:
+            return self.device
+        try:
+            place = torch.device(device)  # type: ignore[call-overload]
+        except (TypeError, RuntimeError) as error:
+            raise ArgumentError(f"device is {device!r:.80}, which torch does not know") from error
+        if place not in (self.device, _CPU):
+            raise ArgumentError(
+                f"device is {device!r:.80}: a subgroup has the device of its group, {self.device}, "
+                "or 'cpu'"
+            )
+        return cast(torch.device, place)
 
 
 def _check_list(op: str, what: str, tensors: object) -> None:

@@ -19,7 +19,7 @@ from echelon.comm import reduce_op
 from echelon.comm.buffers import disjoint_input, flattened
 from echelon.comm.call_arguments import Arguments
 from echelon.comm.primitives import AllReduce, Derived, Exchange, ReduceScatter, Request
-from echelon.comm.streams import is_cpu, synchronize
+from echelon.comm.streams import device_of
 from echelon.diagnosis.collective_call import CallSignature, signature_of
 
 
@@ -150,14 +150,18 @@ def scatter(
 def barrier(arguments: Arguments, label: str | None) -> Request:
     """See ``Group.barrier``."""
     if label is None:
-        return _barrier(arguments.device)
+        return _barrier(arguments.device, waits=not device_of(arguments.device).is_host)
     arguments.check_label(label)
-    _, operation, finish = _barrier(arguments.device)
+    _, operation, finish = barrier(arguments, None)
     return signature_of("barrier", None, (), None, None, label), operation, finish
 
 
 @lru_cache(maxsize=64)
-def _barrier(device: torch.device) -> Request:
+def _barrier(device: torch.device, *, waits: bool) -> Request:
     # On CUDA a wait only orders streams, but a barrier must block the host.
-    finish = () if is_cpu(device) else (partial(synchronize, device),)
+    finish = (partial(_synchronize, device),) if waits else ()
     return CallSignature("barrier"), Barrier(device), finish
+
+
+def _synchronize(device: torch.device) -> None:
+    device_of(device).synchronize()

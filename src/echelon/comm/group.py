@@ -228,7 +228,27 @@ class Group(Transport):
     @final
     def all_gather_bytes(self, data: bytes, *, label: str = "bytes") -> list[bytes]:
         """Return the ``data`` of every rank, in rank order; lengths may differ."""
-        return objects.gather_bytes(self, data, label)
+        return objects.all_gather_bytes(self, data, label)
+
+    @final
+    def gather_bytes(
+        self, data: bytes, dst: int = 0, *, label: str = "bytes"
+    ) -> list[bytes] | None:
+        """Return the ``data`` of every rank, in rank order, on rank ``dst``, and None on others.
+
+        Lengths may differ; the memory is that of the longest on each rank, and ``size`` times that
+        on rank ``dst``.
+
+        Raises:
+            RankError: there is no rank ``dst``.
+
+        Example:
+            >>> import echelon as ec
+            >>> ec.run(lambda world: world.group.gather_bytes(bytes(world.rank)), ranks=2)
+            [[b'', b'\\x00'], None]
+        """
+        self._arguments.check_rank("dst", dst)
+        return objects.gather_bytes(self, data, dst, label)
 
     @final
     def broadcast_object(self, item: Any = None, src: int = 0, *, pickle: bool = False) -> Any:
@@ -281,18 +301,35 @@ class Group(Transport):
     # Groups and windows ----------------------------------------------------------------------
 
     @final
-    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+    def subgroup(
+        self, ranks: Sequence[int], *, device: torch.device | str | None = None
+    ) -> Group | None:
         """Make a group of some ranks of this one; return None on ranks that are not in it.
 
-        All ranks of this group call it with the same ``ranks``, which are ranks inside this group.
-        Their order and repetitions do not matter.
+        All ranks of this group call it with the same arguments. Another thread than that of the
+        rank needs a group of its own, and on a device one with ``device="cpu"``: its calls then
+        touch neither the device nor what training has queued there.
+
+        Args:
+            ranks: inside this group; their order and repetitions do not matter.
+            device: of the tensors of the new group: None for that of this one, or ``"cpu"``, for
+                which groups over NCCL and its like make connections of gloo.
+
+        Raises:
+            ArgumentError: a rank is not in this group, or ``device`` is another one.
+
+        Example:
+            >>> import echelon as ec
+            >>> ec.run(lambda world: world.group.subgroup([0], device="cpu").size, ranks=1)
+            [1]
         """
         members = self._arguments.members(ranks)
+        place = self._arguments.device_of_subgroup(device)
         self._num_subgroups += 1
         name = f"{self.name}.{self._num_subgroups}"
         signature = CallSignature("subgroup", None, tuple(members), label=name)
         call = self._number_setup(signature)
-        return self._with_parent(self._subgroup(call, name, members))
+        return self._with_parent(self._subgroup(call, name, members, place))
 
     @final
     def window(self, numel: int, dtype: torch.dtype = torch.float32) -> Window:

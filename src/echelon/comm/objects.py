@@ -45,6 +45,16 @@ class TensorGroup(Protocol):
         label: str | None = ...,
     ) -> Work | None: ...
 
+    def gather(
+        self,
+        tensor: Tensor,
+        outputs: Sequence[Tensor] | None = ...,
+        dst: int = ...,
+        async_op: bool = ...,
+        *,
+        label: str | None = ...,
+    ) -> Work | None: ...
+
 
 _PICKLE_ADVICE = (
     "; or ask for pickle by name, with pickle=True in this call: it takes other classes, and runs "
@@ -52,11 +62,24 @@ _PICKLE_ADVICE = (
 )
 
 
-def gather_bytes(group: TensorGroup, data: bytes, label: str) -> list[bytes]:
+def all_gather_bytes(group: TensorGroup, data: bytes, label: str) -> list[bytes]:
     """See ``Group.all_gather_bytes``."""
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise ArgumentError(f"data is {data!r:.80}; give bytes")
-    return [part.numpy().tobytes() for part in _gather(group, from_bytes(data), label)]
+    return [_to_bytes(part) for part in _gather(group, _from_bytes(data), label)]
+
+
+@without_torch_function
+def gather_bytes(group: TensorGroup, data: bytes, dst: int, label: str) -> list[bytes] | None:
+    """See ``Group.gather_bytes``."""
+    sent = _from_bytes(data).to(group.device)
+    numels = _lengths(group, sent, label)
+    padded = sent.new_zeros(max(numels))  # a gather takes equal tensors
+    padded[: sent.numel()] = sent
+    is_target = group.rank == dst
+    parts = [torch.empty_like(padded) for _ in numels] if is_target else None
+    _wait(group.gather(padded, parts, dst, True, label=label))
+    if parts is None:
+        return None
+    return [_to_bytes(part[:n].cpu()) for part, n in zip(parts, numels, strict=True)]
 
 
 def gather_objects(group: TensorGroup, item: Any, by_pickle: bool, label: str | None) -> list[Any]:
@@ -90,15 +113,30 @@ def broadcast_object(group: TensorGroup, item: Any, src: int, by_pickle: bool) -
 def _gather(group: TensorGroup, data: Tensor, label: str) -> list[Tensor]:
     """The bytes of all ranks, on the CPU."""
     data = data.to(group.device)
-    lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)
-    length = torch.tensor([data.numel()], dtype=torch.int64, device=group.device)
-    # Asynchronous, so that they run on the thread of the group: the caller may be another thread
-    # than that of the rank.
-    _wait(group.all_gather_single(lengths, length, True, label=f"lengths of {label}"))
-    numels = [checked_nbytes(n, group.ranks[rank]) for rank, n in enumerate(lengths.tolist())]
-    parts = [data.new_empty(numel) for numel in numels]
+    parts = [data.new_empty(numel) for numel in _lengths(group, data, label)]
     _wait(group.all_gather(parts, data, True, label=label))
     return [part.cpu() for part in parts]
+
+
+def _lengths(group: TensorGroup, data: Tensor, label: str) -> list[int]:
+    """The number of bytes of each rank. It is asynchronous, as all that is called here.
+
+    So it runs on the thread of the group: the caller may be another one than that of the rank.
+    """
+    lengths = torch.zeros(group.size, dtype=torch.int64, device=group.device)
+    length = torch.tensor([data.numel()], dtype=torch.int64, device=group.device)
+    _wait(group.all_gather_single(lengths, length, True, label=f"lengths of {label}"))
+    return [checked_nbytes(n, group.ranks[rank]) for rank, n in enumerate(lengths.tolist())]
+
+
+def _from_bytes(data: bytes) -> Tensor:
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ArgumentError(f"data is {data!r:.80}; give bytes")
+    return from_bytes(data)
+
+
+def _to_bytes(data: Tensor) -> bytes:
+    return data.numpy().tobytes()
 
 
 def _wait(work: Work | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 
 _Combine = Callable[..., Tensor]
@@ -89,7 +89,7 @@ def reduce_into(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -> 
         _reduce_unsigned(outputs, parts, op, _SIGNED[dtype])
         return
     numel = parts[0].numel()
-    if numel <= BLOCK_NUMEL or not is_cpu(parts[0].device):
+    if numel <= BLOCK_NUMEL or not device_of(parts[0].device).is_host:
         _reduce_block(outputs, parts, op)
         return
     num_outputs = len(outputs)

@@ -1,7 +1,8 @@
 """One interface to the streams, memory and generators of CPU and CUDA devices.
 
-No other file asks for ``device.type``. On the CPU every operation is complete when it returns, so
-streams and events do nothing there.
+No other file asks for ``device.type``: ``device_of`` gives the object that does. On the CPU every
+operation is complete when it returns, so streams and events do nothing there. A test that plays
+another device sets an entry of ``kinds``, and needs nothing else.
 
 [Note: streams]
 A side stream makes progress beside the current stream. ``Stream.wait_for_current`` orders it after
@@ -16,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
@@ -26,67 +27,18 @@ from torch import Tensor
 _seeding = threading.Lock()
 
 
+def has_devices() -> bool:
+    """Whether this host has CUDA devices; it starts nothing on them."""
+    return torch.cuda.is_available()
+
+
 def local_device(local_rank: int) -> torch.device:
-    """The CUDA device of this process, if there are any, else the CPU."""
-    if torch.cuda.is_available():
+    """The CUDA device of this process, where it starts a context; without any, the CPU."""
+    if has_devices():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
-
-
-def is_cpu(device: torch.device) -> bool:
-    """Whether ``device`` is the CPU, whose memory processes of one host can share."""
-    return device.type == "cpu"
-
-
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for ``device``."""
-    return torch.is_autocast_enabled(device.type)
-
-
-def adds_in_order(device: torch.device) -> bool:
-    """Whether ``index_add_`` on ``device`` adds repeated rows in a fixed order."""
-    return device.type == "cpu"
-
-
-def reading_waits(device: torch.device) -> bool:
-    """Whether reading a value on ``device`` makes the host wait for queued work."""
-    return not is_cpu(device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Return when all work that is queued on ``device`` is done; at once on the CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def memory_peak(device: torch.device) -> int:
-    """The peak memory of this process in bytes: allocated on CUDA, resident on the CPU.
-
-    On the CPU of Windows, which Python cannot ask, it is 0.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def device_name(device: torch.device) -> str:
-    """The product that a CUDA device is; of others what torch calls them."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host that ``device`` can copy from and to asynchronously. 1D.
-
-    On CUDA it is pinned memory of torch's pool, which is reused only when the copies are done.
-    """
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 class StreamEvent(ABC):
@@ -127,14 +79,98 @@ class Stream(ABC):
         """The event after all work that was issued on the stream."""
 
 
-def current_stream(device: torch.device) -> Stream:
-    """The stream that is current on ``device`` whenever it is used."""
-    return _CurrentStream(device) if device.type == "cuda" else _NoStream()
+class DeviceKind(ABC):
+    """What a device can do and what it is, whatever kind it is.
 
+    Attributes:
+        device: what torch calls it.
+        is_host: whether its memory is that of the host, which processes of one host can share.
+        reading_waits: whether reading a value makes the host wait for queued work.
+        adds_in_order: whether ``index_add_`` adds repeated rows in a fixed order.
+    """
 
-def side_stream(device: torch.device) -> Stream:
-    """A new stream beside the current one; on the CPU it is the current one."""
-    return _CudaStream(torch.cuda.Stream(device)) if device.type == "cuda" else _NoStream()
+    is_host: bool
+    reading_waits: bool
+    adds_in_order: bool
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    # Order -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that is current whenever it is used."""
+
+    @abstractmethod
+    def side_stream(self) -> Stream:
+        """A new stream beside the current one; on the CPU it is the current one."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when all work that is queued is done; at once on the CPU."""
+
+    # Memory ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host that the device can copy from and to asynchronously. 1D.
+
+        On CUDA it is pinned memory of torch's pool, which is reused only when the copies are done.
+        """
+
+    @abstractmethod
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor``, which is on the device, is that of the host."""
+
+    def resize(self, memory: torch.UntypedStorage, nbytes: int) -> None:
+        """Free or allocate the memory of a tensor, in the order of the current stream."""
+        memory.resize_(nbytes)
+
+    def copy_from_host(self, tensor: Tensor, *, always: bool) -> Tensor:
+        """``tensor`` on the device, copied on the current stream if it is elsewhere or ``always``.
+
+        The host does not wait for the copy.
+        """
+        return tensor.to(self.device, non_blocking=True, copy=always)
+
+    @abstractmethod
+    def memory_peak(self) -> int:
+        """The peak memory of this process in bytes: allocated on CUDA, resident on the CPU.
+
+        On the CPU of Windows, which Python cannot ask, it is 0.
+        """
+
+    # Facts and generators --------------------------------------------------------------------
+
+    @final
+    def autocasts(self) -> bool:
+        """Whether autocast is on."""
+        return torch.is_autocast_enabled(self.device.type)
+
+    @abstractmethod
+    def name(self) -> str:
+        """The product that a CUDA device is; of others what torch calls them."""
+
+    @abstractmethod
+    def identity(self) -> str | None:
+        """What tells it from every other device anywhere; None where ranks may share it."""
+
+    @abstractmethod
+    def random_state(self) -> Tensor | None:
+        """The state of its generator; None if it has only torch's default generator."""
+
+    @abstractmethod
+    def set_random_state(self, state: Tensor) -> None:
+        """Restore the state of ``random_state``; do nothing on the CPU."""
+
+    @abstractmethod
+    def seeded(self, seed: int) -> AbstractContextManager[object]:
+        """Seed the default generator and its own in the body, and restore both after it.
+
+        Simulated ranks share the generator of a CUDA device, so the body runs on one of them at a
+        time, and must not wait for another rank.
+        """
 
 
 @final
@@ -219,33 +255,114 @@ class _CurrentStream(Stream):
         return _CudaEvent(torch.cuda.current_stream(self._device))
 
 
-def random_state(device: torch.device) -> Tensor | None:
-    """The state of the generator of ``device``; None if it has only torch's default generator."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+class PlainDevice(DeviceKind):
+    """The CPU, and devices without streams, such as ``meta``."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_host = self.adds_in_order = device.type == "cpu"
+        self.reading_waits = not self.is_host
+
+    def current_stream(self) -> Stream:
+        return _NoStream()
+
+    def side_stream(self) -> Stream:
+        return _NoStream()
+
+    def synchronize(self) -> None:
+        pass  # a call is complete when it returns
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return self.is_host
+
+    def memory_peak(self) -> int:
+        if sys.platform == "win32":
+            return 0
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def name(self) -> str:
+        return str(self.device)
+
+    def identity(self) -> str | None:
+        return None
+
+    def random_state(self) -> Tensor | None:
+        return None
+
+    def set_random_state(self, state: Tensor) -> None:
+        pass  # it has only torch's default generator
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            _default_generator().manual_seed(seed)
+            yield
 
 
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Restore the state of ``random_state``; do nothing on the CPU."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
+@final
+class _CudaDevice(DeviceKind):
+    is_host, reading_waits, adds_in_order = False, True, False
+
+    def current_stream(self) -> Stream:
+        return _CurrentStream(self.device)
+
+    def side_stream(self) -> Stream:
+        # Before kernels of the current stream, or small copies would wait for large products.
+        return _CudaStream(torch.cuda.Stream(self.device, priority=-1))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return False
+
+    def memory_peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def identity(self) -> str | None:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def random_state(self) -> Tensor | None:
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        with _seeding, torch.random.fork_rng(devices=[self.device]), torch.cuda.device(self.device):
+            _default_generator().manual_seed(seed)
+            torch.cuda.manual_seed(seed)
+            yield
 
 
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the default generator and that of ``device`` in the body, and restore both after it.
+kinds: dict[str, Callable[[torch.device], DeviceKind]] = {"cuda": _CudaDevice}  # by ``device.type``
 
-    Simulated ranks share the generator of a CUDA device, so the body runs on one of them at a time,
-    and must not wait for another rank.
+
+def device_of(device: torch.device) -> DeviceKind:
+    """The object that knows what ``device`` can do, and does it.
+
+    Example:
+        >>> device_of(torch.device("cpu")).is_host
+        True
     """
+    return kinds.get(device.type, PlainDevice)(device)
+
+
+def _default_generator() -> torch.Generator:
     # Unlike torch.manual_seed, this seeds no other CUDA device; unlike torch.default_generator, it
     # is the generator of a simulated rank.
     generator: torch.Generator = vars(torch.random)["default_generator"]
-    if device.type != "cuda":
-        with torch.random.fork_rng(devices=[]):
-            generator.manual_seed(seed)
-            yield
-        return
-    with _seeding, torch.random.fork_rng(devices=[device]), torch.cuda.device(device):
-        generator.manual_seed(seed)
-        torch.cuda.manual_seed(seed)
-        yield
+    return generator

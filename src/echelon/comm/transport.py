@@ -29,9 +29,12 @@ class Transport(GroupTree, ABC):
     Attributes:
         overrides: the derived collectives that ``_start`` implements itself, because that is
             faster; it gets all others as primitives.
+        has_tags: whether messages match by their tags. Where they do not, as over NCCL, messages of
+            two ranks match in the order of issue.
     """
 
     overrides: frozenset[type[Derived]] = frozenset()
+    has_tags = True
 
     def __init__(
         self,
@@ -89,8 +92,13 @@ class Transport(GroupTree, ABC):
         """
 
     @abstractmethod
-    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Self | None:
-        """Make the group of these ranks of this group; return None on other ranks."""
+    def _subgroup(
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+    ) -> Self | None:
+        """Make the group of these ranks of this group; return None on other ranks.
+
+        ``device`` is that of its tensors: the one of this group, or the CPU.
+        """
 
     @abstractmethod
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

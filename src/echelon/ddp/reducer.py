@@ -43,7 +43,7 @@ from echelon.ddp.reports import UnusedIndices
 from echelon.errors import StateError
 from echelon.modules.autograd import Token, add_gradient, queue_end
 from echelon.modules.deferred_hooks import DeferredHooks
-from echelon.modules.parameters import TrainableParameters
+from echelon.modules.parameters import LateAnswer, TrainableParameters
 from echelon.modules.wrapper import check_may_sync
 
 
@@ -80,7 +80,6 @@ class Reducer:
     Attributes:
         buckets: the buckets in the order in which they are launched; ``allocate`` makes them.
         unused: the parameters that got no gradient in the last reduction.
-        buffers_changed: whether buffers of a rank have changed since this was last set to False.
         rounds: how ranks agree on each step while some have no batches left; None outside ``join``.
     """
 
@@ -94,7 +93,8 @@ class Reducer:
     ) -> None:
         self.buckets: tuple[Bucket, ...] = ()
         self.unused = UnusedIndices([], [])
-        self.buffers_changed = False
+        self._buffers_changed = False
+        self._buffers_answer = LateAnswer()
         self.rounds: Rounds | None = None
         self._group = group
         self._named = list(named)
@@ -323,15 +323,30 @@ class Reducer:
             here += [bucket.indices[slot] for slot in missing]
             everywhere += [bucket.indices[slot] for slot in bucket.finalize(divisor, missing)]
         if not self.buckets:  # nothing carries a notice: buffers go out before each forward
-            self.buffers_changed = self._changed_buffers is not None
+            self._buffers_changed = self._changed_buffers is not None
             return UnusedIndices([], [])
         notices = self.buckets[-1].notices
-        if self._changed_buffers is not None and bool(notices[BUFFERS_CHANGED] != 0):
-            self.buffers_changed = True
+        if self._changed_buffers is not None and not self.buffers_changed:
+            self._buffers_answer.take(notices[BUFFERS_CHANGED].view(1))
         self._trainable.take_answer(notices[TRAINABLE_CHANGED].view(1))
         if self._replicas.is_on and self.rounds is None:
             self._replicas.take_answer(notices[PARAMETERS_WRITTEN].view(1))
         return UnusedIndices(sorted(here), sorted(everywhere))
+
+    @property
+    def buffers_changed(self) -> bool:
+        """Whether buffers of a rank have changed since this was last set to False.
+
+        It is read before a forward, when the device has long reduced the answer: after a backward
+        the host would wait for all of its work.
+        """
+        self._buffers_changed = self._buffers_answer.is_yes() or self._buffers_changed
+        return self._buffers_changed
+
+    @buffers_changed.setter
+    def buffers_changed(self, changed: bool) -> None:
+        self._buffers_answer = LateAnswer()
+        self._buffers_changed = changed
 
     # Without a backward ----------------------------------------------------------------------
 

@@ -114,11 +114,19 @@ class CollectiveMismatch(CommError):
         return revive(cls, message, {"calls": dict(calls)})
 
     @classmethod
-    def of_message(cls, group: str, calls: Mapping[int, str]) -> Self:
-        """A send and a receive that found each other and do not fit."""
+    def of_message(cls, group: str, calls: Mapping[int, str], *, in_order: bool = False) -> Self:
+        """A send and a receive that found each other and do not fit.
+
+        Args:
+            group: the name of the group.
+            calls: what the two ranks issued, by rank.
+            in_order: messages of two ranks match by the order of issue, and not by their tags.
+        """
+        why = "Messages of two ranks match in the order of issue here, whatever their tags.\n"
         rows = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(calls.items()))
         message = (
             f"a message in group {group!r} is received as something else than was sent:\n{rows}\n"
+            f"{why if in_order else ''}"
             "The receiver must give a tensor of the same dtype and number of elements."
         )
         return revive(cls, message, {"calls": dict(calls)})
@@ -159,6 +167,7 @@ class DeadlockError(CommError):
         waits: for each rank that waits, the call it is in and the ranks that have not come, but for
             those that have not had their turn, if ranks take turns.
         last_calls: for ranks that have returned, what they called last, where that is told.
+        reasons: for ranks that wait, why their call needs others, where the rules tell more.
     """
 
     def __init__(
@@ -166,12 +175,14 @@ class DeadlockError(CommError):
         waits: Mapping[int, tuple[str, Sequence[int]]],
         finished: Iterable[int],
         last_calls: Mapping[int, str] | None = None,
+        reasons: Mapping[int, str] | None = None,
     ) -> None:
+        self.reasons = {rank: text for rank, text in (reasons or {}).items() if text}
         self.waits = {rank: (call, tuple(missing)) for rank, (call, missing) in waits.items()}
         self.last_calls = dict(last_calls or {})
         gone = sorted(finished)
         rows = "\n".join(
-            f"  rank {rank} waits in {call} for {ranks_text(missing)}"
+            f"  rank {rank} waits in {call} for {ranks_text(missing)}{self._reason(rank)}"
             for rank, (call, missing) in sorted(self.waits.items())
         )
         left = f"\n  {ranks_text(gone)} returned already" if gone else ""
@@ -179,6 +190,9 @@ class DeadlockError(CommError):
             f"\n  rank {rank} called last {call}" for rank, call in sorted(self.last_calls.items())
         )
         super().__init__(f"deadlock: no rank can go on\n{rows}{left}")
+
+    def _reason(self, rank: int) -> str:
+        return f"\n    {self.reasons[rank]}" if rank in self.reasons else ""
 
 
 class CommTimeout(CommError, TimeoutError):

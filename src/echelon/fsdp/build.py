@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.comm.group import Group
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError, ModelMismatch
 from echelon.events import PeakBytes
 from echelon.fsdp.gradients import GradientShard, Slots
@@ -54,7 +54,7 @@ def build_units(
     values.finish()
     if options.offload is not Offload.NONE:
         shards = [shard for of_unit in storages for storage in of_unit for shard in storage.shards]
-        assert all(is_cpu(shard.device) for shard in shards)
+        assert all(device_of(shard.device).is_on_host(shard) for shard in shards)
     modules = [(plan.name, plan.module) for plan in plans]
     built = _units_of(modules, storages, groups.shard, options)
     if (dtype := options.precision.buffers) is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
-from echelon.comm import streams
 from echelon.fsdp.execution_order import ExecutionOrder
 from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.hybrid_groups import HybridGroups
@@ -210,8 +209,7 @@ class GradientReducer:
         """
         self._trainable.compare(at_once=True)
         self._trainable.take_answer(changed)
-        if not streams.reading_waits(changed.device):
-            self._trainable.compare(at_once=True)
+        self._trainable.compare(at_once=False)
 
     def drop_unused(self) -> None:
         """Free the memory of reduced gradients that ``zero_grad()`` has taken off parameters."""

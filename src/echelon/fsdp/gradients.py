@@ -46,7 +46,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from echelon.comm.group import Group
-from echelon.comm.streams import StreamEvent, is_cpu
+from echelon.comm.streams import StreamEvent, device_of
 from echelon.comm.work import Window, Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.gradient_buffer import GradientBuffer
@@ -360,7 +360,11 @@ class Reduction:
     def _may_wait(self) -> bool:
         """Whether to wait for a slot; see the note: a reduction that others are late for."""
         group = self.shard.storage.group
-        if group.shares_memory or self._replicas is not None or not is_cpu(group.device):
+        if (
+            group.shares_memory
+            or self._replicas is not None
+            or device_of(group.device).reading_waits
+        ):
             return True  # replicas reduce after this, in one order on all ranks
         return not self._unshards_follow
 
@@ -435,7 +439,9 @@ class Reduction:
         self._follow()
         if self._event is not None:
             self._event.wait()
-        self._kept = None
+        if self._kept is not None:  # the stream that it belongs to waits for the other one
+            self._devices.reduce_stream.wait_for_current()
+            self._kept = None
         if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()

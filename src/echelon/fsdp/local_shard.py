@@ -10,20 +10,21 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import final
 
 import torch
 from torch import Tensor
 
-from echelon.comm.streams import Stream, current_stream, host_memory, is_cpu, side_stream
+from echelon.comm.streams import Stream, device_of
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.policy import Offload
 
 
 def has_two_memories(offload: Offload, device: torch.device) -> bool:
     """Whether the shards of a model are kept in another memory than that of ``device``."""
-    return offload is not Offload.NONE and not is_cpu(device)
+    return offload is not Offload.NONE and not device_of(device).is_host
 
 
 @final
@@ -45,11 +46,16 @@ class ShardDevices:
         self.group, self.unshard_group, self.device = group, groups.unshard, group.device
         self.offload = offload if has_two_memories(offload, group.device) else Offload.NONE
         # Simulated ranks do each other's work, so on a device all of it is on the current stream.
-        new_stream = current_stream if group.shares_memory else side_stream
-        self.unshard_stream: Stream = new_stream(group.device)
-        self.reduce_stream: Stream = new_stream(group.device)
+        device = device_of(group.device)
+        new_stream = device.current_stream if group.shares_memory else device.side_stream
+        self.unshard_stream: Stream = new_stream()
+        self.reduce_stream: Stream = new_stream()
         has_replicas = groups.replicas is not None
-        self.replica_stream = new_stream(group.device) if has_replicas else self.reduce_stream
+        self.replica_stream = new_stream() if has_replicas else self.reduce_stream
+        # They own memory, which a model that is dropped in a forward gives back while it is used.
+        streams = dict.fromkeys((self.unshard_stream, self.reduce_stream, self.replica_stream))
+        end = weakref.finalize(self, _order, *streams)
+        end.atexit = False
 
     @property
     def offloads(self) -> bool:
@@ -64,16 +70,24 @@ class ShardDevices:
 
     def empty_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate memory of the host from and to which copies are asynchronous."""
-        return host_memory(numel, dtype, self.device)
+        return device_of(self.device).host_memory(numel, dtype)
 
     def to_device(self, shard: Tensor) -> Tensor:
         """A shard on the device; a copy if it was in another memory."""
-        return shard.to(self.device, non_blocking=True, copy=self.offloads)
+        return device_of(self.device).copy_from_host(shard, always=self.offloads)
 
     def wait_for_unshards(self) -> None:
         """Return when no unshard reads the host's memory any more, so that it may be written."""
         if self.offloads:
             self.unshard_stream.record_event().synchronize()
+
+
+def _order(*streams: Stream) -> None:
+    """Order what follows on each stream, and on the current one, after the work of all."""
+    for stream in streams:
+        stream.record_event().wait()
+    for stream in streams:
+        stream.wait_for_current()
 
 
 class LocalShard(ABC):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from echelon.comm.streams import device_of
 from echelon.comm.work import Work
 from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
 from echelon.fsdp.policy import Layout, Offload
@@ -112,7 +113,7 @@ class GatheredStorage(Storage):
     def _set_memory(self, buffer: Tensor, *, allocated: bool) -> None:
         memory, nbytes = buffer.untyped_storage(), buffer.nbytes if allocated else 0
         if memory.nbytes() != nbytes:
-            memory.resize_(nbytes)
+            device_of(self.devices.device).resize(memory, nbytes)
 
     def refresh(self) -> None:
         self._local.refresh()
@@ -179,7 +180,7 @@ class GatheredStorage(Storage):
     def reshard(self) -> None:
         # The unshard stream waits for the current one, which may still read the memory.
         self.devices.unshard_stream.wait_for_current()
-        self._buffer.untyped_storage().resize_(0)
+        device_of(self.devices.device).resize(self._buffer.untyped_storage(), 0)
 
     @property
     def unsharded_nbytes(self) -> int:

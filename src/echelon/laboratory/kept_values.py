@@ -24,7 +24,7 @@ from torch import Tensor
 
 from echelon.comm.buffers import is_expanded
 from echelon.comm.object_bytes import flat_bytes
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError, BlackboxCorrupt, CheckpointCorrupt
 from echelon.values.decoding import decode
 from echelon.values.encoding import Purpose, encode
@@ -59,7 +59,7 @@ def to_buffers(value: object, where: str) -> list[memoryview]:
     buffers: list[memoryview] = []
     end = 0  # of the tensors so far, from the end of the JSON
     for path, tensor in tensors.items():
-        if not is_cpu(tensor.device):
+        if not device_of(tensor.device).is_on_host(tensor):
             raise ArgumentError(
                 f"{where} has a tensor on {tensor.device}, from which a copy would make each step "
                 "wait: give the loader to box.steps, and move batches to the device in the loop"

@@ -23,7 +23,7 @@ from echelon.laboratory.step_gate import StepGate
 from echelon.laboratory.stepped_call import SteppedCall
 from echelon.launch.cell_output import shown_in_cell
 from echelon.launch.rank_function import WithoutWorld, taking_world
-from echelon.launch.run import MOST_RANKS, enter, usable_device
+from echelon.launch.run import MOST_RANKS, enter, rank_rules, usable_device
 from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.page import View, ViewPart, html_of, view_of
 
@@ -36,6 +36,7 @@ def step_through(
     timeout: float = DEFAULT_TIMEOUT_S,
     device: str | torch.device = "cpu",
     keep: int = 4096,
+    rules: str | None = None,
 ) -> SteppedRun:
     """Run ``fn(world, *args)`` on simulated ranks, which are held after each call of a group.
 
@@ -48,6 +49,7 @@ def step_through(
         args: further arguments of ``fn``.
         timeout: seconds that a rank waits for others in one call before it raises.
         device: where all ranks live.
+        rules: as of ``ec.run``.
         keep: the number of elements up to which the values of a rank are copied whole. Of a larger
             tensor a few numbers, its norm, and a checksum for each of 256 blocks are kept.
 
@@ -73,7 +75,7 @@ def step_through(
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     keep = integer("keep", keep, low=0)
     turns = Turns(ranks)
-    world = ThreadWorld(turns, ranks, timeout)
+    world = ThreadWorld(turns, ranks, timeout, rank_rules(rules, ranks))
     gate = StepGate(world, turns, keep)
     world.watch = gate
     fn = taking_world(fn, len(args))

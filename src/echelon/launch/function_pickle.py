@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 
 loads = pickle.loads
@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
 
 def _reduced(value: object) -> Any:
     """How to rebuild an untyped storage, for which torch has no way; other values are not ours."""
-    if type(value) is not torch.UntypedStorage or not is_cpu(value.device):
+    if type(value) is not torch.UntypedStorage or not device_of(value.device).is_host:
         return NotImplemented
     content = torch.empty(0, dtype=torch.uint8).set_(value)
     return _storage_of, (content.numpy().tobytes(),)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from echelon.checks import flag, integer, positive
-from echelon.comm.streams import is_cpu, local_device
+from echelon.comm.streams import has_devices, local_device
 from echelon.comm.threads.free_running import FreeRunning
 from echelon.comm.threads.group import ThreadGroup
+from echelon.comm.threads.rank_rules import OneQueue, RankRules, TaggedMessages
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
@@ -51,6 +52,7 @@ def run(
     timeout: float = DEFAULT_TIMEOUT_S,
     device: str | torch.device = "cpu",
     concurrent: bool = False,
+    rules: str | None = None,
 ) -> list[Any]:
     """Call ``fn(world, *args)`` on every rank and return the results in rank order.
 
@@ -69,6 +71,8 @@ def run(
             are counted as if each rank had a core of its own.
         device: for threads, where all ranks live.
         concurrent: let simulated ranks run at the same time, in any order.
+        rules: ``"nccl"``: simulated ranks wait for one another as over NCCL, and what hangs there
+            raises here (``docs/laboratory/nccl-rules.md``).
 
     Raises:
         Exception: the first failure of a rank, with a note that names the rank.
@@ -91,16 +95,25 @@ def run(
     fn, args = taking_world(fn, len(args)), tuple(args)
     if world == "threads":
         order = FreeRunning(ranks) if concurrent else Turns(ranks)
-        return _run_threads(fn, ThreadWorld(order, ranks, timeout), args, usable_device(device))
+        thread_world = ThreadWorld(order, ranks, timeout, rank_rules(rules, ranks))
+        return _run_threads(fn, thread_world, args, usable_device(device))
     if world == "processes":
-        if concurrent:
-            raise ArgumentError("concurrent is for simulated ranks; processes always are")
-        if device not in ("cpu", torch.device("cpu")):
-            raise ArgumentError(
-                f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
-            )
+        _refuse_for_processes(device, rules, concurrent=concurrent)
         return _run_processes(fn, ranks, args, timeout)
     raise ArgumentError(f"unknown world {world!r:.80}: use 'threads' or 'processes'")
+
+
+def _refuse_for_processes(
+    device: str | torch.device, rules: str | None, *, concurrent: bool
+) -> None:
+    if concurrent:
+        raise ArgumentError("concurrent is for simulated ranks; processes always are")
+    if rules is not None:
+        raise ArgumentError(f"rules={rules!r:.80} is for simulated ranks: use world='threads'")
+    if device not in ("cpu", torch.device("cpu")):
+        raise ArgumentError(
+            f"processes share CPU memory, so device={device!r} needs torchrun and NCCL"
+        )
 
 
 def _run_threads(
@@ -122,6 +135,13 @@ def _run_processes(
 
     with shown_in_cell(fn, ranks, "processes") as rank_fn:
         return run_processes(rank_fn, ranks, args, timeout, enter)
+
+
+def rank_rules(name: str | None, ranks: int) -> RankRules:
+    """The rules of that name for so many simulated ranks; None: messages match by their tags."""
+    if name not in (None, "nccl"):
+        raise ArgumentError(f"rules is {name!r:.80}; use 'nccl', or None")
+    return TaggedMessages() if name is None else OneQueue(ranks)
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -240,10 +260,9 @@ def _meet_job(
     # import.
     from echelon.comm import torch_dist
 
-    device = local_device(job.local_rank)
     if backend is None:
         backend = "shm" if job.one_host and sys.platform == "linux" else "gloo"
-        if not is_cpu(device):
+        if has_devices():
             backend = "nccl"
     if backend == "shm":
         require_linux("ranks over shared memory")
@@ -268,6 +287,8 @@ def _meet_job(
             close=group.close,
             steps=StepCounter(monitor.record_step, monitor.step_rows),
         )
+    # A rank on the CPU starts no context on a device, which takes half a gigabyte of it.
+    device = torch.device("cpu") if backend == "gloo" else local_device(job.local_rank)
     return torch_dist.connect(
         job, backend, device=device, timeout=timeout, check=check, monitor=monitor
     )

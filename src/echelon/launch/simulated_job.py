@@ -41,6 +41,7 @@ def run_threads(
     *,
     tee: bool = False,
     concurrent: bool = False,
+    rules: str | None = None,
     run_ranks: Callable[..., object] | None = None,
 ) -> int:
     """Run ``program`` once for each of ``ranks`` threads; the exit code.
@@ -52,6 +53,7 @@ def run_threads(
         timeout: seconds that a rank waits for others in one call; None: as long as by default.
         tee: write the number of the rank before each line that it prints.
         concurrent: run the ranks at the same time, and not in turns.
+        rules: as of ``ec.run``.
         run_ranks: takes the arguments of ``ec.run`` that this gives, and runs the ranks in turns.
     """
     if concurrent:  # they share the cores; torch reads it once
@@ -80,7 +82,7 @@ def run_threads(
         args = (read, raised, times, wanted)
         with nullcontext() if concurrent else importing_for_themselves(program.folder()):
             start = run_ranks or partial(run, concurrent=concurrent)
-            start(_rank_main, ranks, args=args, timeout=timeout)
+            start(_rank_main, ranks, args=args, timeout=timeout, rules=rules)
     except BaseException as error:
         return _leave(_ending(error, raised, ranks), before)
     finally:

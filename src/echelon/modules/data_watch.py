@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.comm import streams
 from echelon.comm.group import Group
+from echelon.comm.streams import StreamEvent, device_of
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import StepRows
 from echelon.errors.message_text import ranks_text
@@ -115,7 +115,7 @@ class _Copies(NamedTuple):
     """Some elements of the first tensors of a batch, each 1D, and when the host has them."""
 
     samples: Sequence[Tensor]
-    events: Sequence[streams.StreamEvent]
+    events: Sequence[StreamEvent]
 
     def are_there(self) -> bool:
         """Whether the host has them."""
@@ -135,17 +135,18 @@ class _Copies(NamedTuple):
 def _copies_in(value: object) -> _Copies:
     """Begin to copy some elements of the first tensors of a batch to the host."""
     samples: list[Tensor] = []
-    events: list[streams.StreamEvent] = []
+    events: list[StreamEvent] = []
     for tensor in tensors(value):
         if len(samples) == _MOST_TENSORS:
             break
         if type(tensor) not in (Tensor, nn.Parameter) or not _has_elements(tensor):
             continue
         sample = _sample(tensor)
-        if streams.reading_waits(sample.device):
-            host = streams.host_memory(sample.numel(), sample.dtype, sample.device)
+        device = device_of(sample.device)
+        if device.reading_waits:
+            host = device.host_memory(sample.numel(), sample.dtype)
             sample = host.copy_(sample, non_blocking=True)
-            events.append(streams.current_stream(tensor.device).record_event())
+            events.append(device.current_stream().record_event())
         samples.append(sample)
     return _Copies(samples, events)
 

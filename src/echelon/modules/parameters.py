@@ -23,8 +23,8 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from echelon.comm import streams
 from echelon.comm.agreement import ObjectGatherer, compare
+from echelon.comm.streams import StreamEvent, device_of
 from echelon.errors import ArgumentError, StateError
 from echelon.modules.compiled import plain_name
 
@@ -214,29 +214,29 @@ class ParameterGuard:
 
 @final
 class LateAnswer:
-    """A number that ranks have reduced on their device, read when the host has it."""
+    """A number that ranks have reduced on their device, read when all of them read it.
+
+    What follows from it may be a collective. So the kind of device decides when it is read, and not
+    whether this rank's device is ready.
+    """
 
     def __init__(self) -> None:
-        self._copy: tuple[Tensor, streams.StreamEvent] | None = None
+        self._copy: tuple[Tensor, StreamEvent] | None = None
+        self._waits = False
 
     def take(self, answer: Tensor) -> None:
         """Begin to copy it to the host."""
-        host = streams.host_memory(1, answer.dtype, answer.device)
+        device = device_of(answer.device)
+        host = device.host_memory(1, answer.dtype)
         host.copy_(answer, non_blocking=True)
-        self._copy = host, streams.current_stream(answer.device).record_event()
+        self._copy = host, device.current_stream().record_event()
+        self._waits = device.reading_waits
 
-    @property
-    def is_late(self) -> bool:
-        """Whether the host would have to wait for it."""
-        return self._copy is not None and not self._copy[1].query()
-
-    def is_yes(self, *, at_once: bool) -> bool:
-        """Whether it is there and not zero, once; ``at_once`` waits for it."""
-        if self._copy is None:
+    def is_yes(self, *, at_once: bool = True) -> bool:
+        """Whether it is not zero, once; unless ``at_once``, False where reading it would wait."""
+        if self._copy is None or (self._waits and not at_once):
             return False
         answer, event = self._copy
-        if not (at_once or event.query()):
-            return False
         self._copy = None
         event.synchronize()
         return bool(answer)
@@ -267,12 +267,10 @@ class TrainableParameters:
     def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
         """Compare with the other ranks, if a rank has changed. All ranks call it.
 
-        Without ``at_once`` it does not wait for the device: if the answer is not there yet and this
-        rank has not changed, a later call compares. A rank without a batch (``has_batch``) takes
-        over what the others have. A difference is a ModelMismatch on every rank, which names the
-        parameter.
+        Without ``at_once`` a later call compares on devices where reading the answer waits. A rank
+        without a batch (``has_batch``) takes over what the others have. A difference is a
+        ModelMismatch on every rank, which names the parameter.
         """
-        at_once = at_once or (self._answer.is_late and self.changed())
         if not self._answer.is_yes(at_once=at_once):
             return
         frozen = [n for n, trained in zip(self._names, self._now(), strict=True) if not trained]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import checks
-from echelon.comm import streams
+from echelon.comm.streams import device_of
 from echelon.events import Event, PeakBytes
 from echelon.modules.sharded_tensor import local_shard
 
@@ -120,7 +120,7 @@ class MemoryMeter:
 
     def process_peak(self, device: torch.device) -> int:
         """The peak of all memory of this process, in bytes."""
-        return streams.memory_peak(device)
+        return device_of(device).memory_peak()
 
 
 class SaveMeter:

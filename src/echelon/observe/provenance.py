@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from echelon.comm import streams
+from echelon.comm.streams import device_of
 from echelon.process.command_words import masked
 from echelon.version import __version__
 
@@ -34,7 +34,7 @@ def provenance(device: torch.device, num_ranks: int) -> dict[str, str]:
         "host": host.node,
         "system": f"{host.system} {host.release}, {host.machine}",
         "processors": str(os.cpu_count()),
-        "device": streams.device_name(device),
+        "device": device_of(device).name(),
         "threads of torch": str(torch.get_num_threads()),
         "Python": platform.python_version(),
         "torch": torch.__version__,

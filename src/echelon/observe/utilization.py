@@ -7,7 +7,7 @@ import time
 import torch
 
 from echelon import checks
-from echelon.comm import streams
+from echelon.comm.streams import device_of
 
 _SECONDS = 0.2  # enough for a clock that has gone down to come up
 _SIZES = (1024, 2048, 4096, 8192)  # rows and columns; a GPU needs large ones to be busy
@@ -32,10 +32,10 @@ def matmul_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> fl
         product = factor @ factor  # the first one also loads libraries
         best_s, start_s = float("inf"), time.perf_counter()
         while time.perf_counter() - start_s < _SECONDS:
-            streams.synchronize(device)
+            device_of(device).synchronize()
             before_s = time.perf_counter()
             torch.mm(factor, factor, out=product)
-            streams.synchronize(device)
+            device_of(device).synchronize()
             best_s = min(best_s, time.perf_counter() - before_s)
         if best_s >= _BUSY_S:
             break

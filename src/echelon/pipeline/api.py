@@ -24,9 +24,9 @@ from echelon.pipeline.arguments import (
 from echelon.pipeline.chunk_spec import ChunkSpecs
 from echelon.pipeline.data_parallel import ReduceEvery, StageCollectives
 from echelon.pipeline.execute import Executor
-from echelon.pipeline.link import links_of
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss
+from echelon.pipeline.ordered_link import links_of
 from echelon.pipeline.pipeline_view import pipeline_view
 from echelon.pipeline.returned_values import (
     LastStage,
@@ -41,6 +41,7 @@ from echelon.pipeline.shared_parameters import check_memory_of_stages, find_shar
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.stage_initialization import initialize
 from echelon.pipeline.staged_module import StagedModule
+from echelon.pipeline.step_specs import StepKinds
 from echelon.train.gradient_norm import norm_over_stages
 
 
@@ -155,13 +156,13 @@ class Pipeline(StagedModule):
         self._stages = _make_stages(modules, schedule, reduce_every, recomputes=recompute)
         parallel = {index: stage.data_parallel for index, stage in self._stages.items()}
         self._collectives = StageCollectives.agree(parallel, group, reduce_every, window_nbytes)
-        self._window_nbytes = window_nbytes
+        self._window_nbytes, self._group, self._replicate = window_nbytes, group, replicate
         lowered = self._lower(schedule)
         check_agreement(lowered, group)
-        self._group, self._replicate = group, replicate
         self._schedule, self._loss_fn = schedule, loss_fn
         self._results_everywhere = results_everywhere
-        self._batches = BatchSplitter(group, schedule, loss_reduction, specs)
+        kinds = StepKinds(modules.values(), agrees=not group.has_tags)
+        self._batches = BatchSplitter(group, schedule, loss_reduction, specs, kinds)
         placement, num_ranks = schedule.placement, self._collectives.num_ranks
         self._shared_parameters = find_shared_parameters(stages, placement, group, replicate)
         self._attach(modules, stages, placement, group, replicate, num_ranks)
@@ -192,6 +193,7 @@ class Pipeline(StagedModule):
             gather=None if nbytes is None else tuple(nbytes),
             window_nbytes=self._window_nbytes,
             reduce=collectives.has_reductions,
+            in_order=not self._group.has_tags,
         )
 
     # Training --------------------------------------------------------------------------------

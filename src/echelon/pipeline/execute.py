@@ -35,7 +35,7 @@ from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import Activity
 from echelon.errors import CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import BoundaryValue, TensorSpec
-from echelon.pipeline.link import BackwardRecv, ForwardRecv, Link
+from echelon.pipeline.link import Link, Received
 from echelon.pipeline.microbatch import Batch
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
@@ -48,6 +48,7 @@ from echelon.pipeline.schedules.ir import (
 )
 from echelon.pipeline.send_completion import PendingSends, SendCompletion
 from echelon.pipeline.stage import Stage
+from echelon.pipeline.step_specs import StepSpecs
 
 _Received = TypeVar("_Received")
 _NUM_LISTED = 20  # actions before a failure that its message lists
@@ -56,20 +57,27 @@ _ACTIVITIES = {
     **dict.fromkeys((Kind.RECV_F, FORWARD, Kind.SEND_F), Activity.FORWARD),
     **dict.fromkeys((Kind.RECV_B, BACKWARD, INPUT, WEIGHT, Kind.SEND_B), Activity.BACKWARD),
 }
-_NO_BATCH = Batch(inputs=(), kwargs=(), targets=(), weights=(), loss_fn=None, training=False)
+_NO_BATCH = Batch(
+    inputs=(),
+    kwargs=(),
+    targets=(),
+    weights=(),
+    loss_fn=None,
+    specs=StepSpecs(training=False),
+)
 
 
 @dataclass(slots=True)
 class _StepValues:
     """What a step holds of one microbatch in one stage; each is empty outside of a step."""
 
-    fwd_recv: ForwardRecv | None = None
+    fwd_recv: Received[BoundaryValue] | None = None
     fwd_input: BoundaryValue | None = None
     input_specs: tuple[TensorSpec, ...] | None = None  # of the inputs that get a gradient
     output: BoundaryValue | None = None
     output_specs: tuple[TensorSpec, ...] | None = None  # of the outputs that get a gradient
     is_bwd_recv_due: bool = False  # RECV_B ran before F, which knows what to receive
-    bwd_recv: BackwardRecv | None = None
+    bwd_recv: Received[list[Tensor | None]] | None = None
     output_grads: list[Tensor | None] | None = None
     input_grads: list[Tensor | None] | None = None
 
@@ -265,8 +273,7 @@ class Executor:
 
     def _recv_forward(self, slot: _Slot) -> None:
         assert slot.to_previous is not None
-        training = self._batch.training
-        slot.values.fwd_recv = slot.to_previous.recv_forward(slot.microbatch, training=training)
+        slot.values.fwd_recv = slot.to_previous.recv_forward(slot.microbatch, self._batch.specs)
 
     def _forward(self, slot: _Slot) -> None:
         batch, stage, i = self._batch, slot.stage, slot.microbatch
@@ -325,8 +332,7 @@ class Executor:
         assert slot.to_next is not None
         output, slot.values.output = slot.values.output, None
         assert output is not None
-        training = self._batch.training
-        send = slot.to_next.send_forward(slot.microbatch, output, training=training)
+        send = slot.to_next.send_forward(slot.microbatch, output, self._batch.specs)
         self._pending_sends.add(action, send)
 
     # [4] to [7]: backward --------------------------------------------------------------------
@@ -337,7 +343,9 @@ class Executor:
         if specs is None:
             slot.values.is_bwd_recv_due = True
         else:
-            slot.values.bwd_recv = slot.to_next.recv_backward(slot.microbatch, specs)
+            slot.values.bwd_recv = slot.to_next.recv_backward(
+                slot.microbatch, specs, self._batch.specs
+            )
 
     def _backward(
         self,
@@ -376,7 +384,7 @@ class Executor:
         slot.values.input_specs = slot.values.input_grads = None
         assert specs is not None
         assert grads is not None
-        send = slot.to_previous.send_backward(slot.microbatch, specs, grads)
+        send = slot.to_previous.send_backward(slot.microbatch, specs, grads, self._batch.specs)
         self._pending_sends.add(action, send)
 
     def _backward_weight(self, slot: _Slot) -> None:

@@ -10,14 +10,15 @@ same microbatch in the last step, else the length of the new spec. A receiver th
 posts the buffers of all messages at once. If the spec has changed, the sender first fills those
 buffers with zeros that are dropped, and then sends the new spec and its tensors. Gradients have the
 dtypes and shapes of the tensors they belong to; their header has one byte for each, 1 where there
-is no gradient.
+is no gradient. That is a ``TaggedLink``; where messages have no tags, see ``ordered_link``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import final
+from enum import IntEnum
+from typing import Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -28,9 +29,25 @@ from echelon.comm.torch_function import without_torch_function
 from echelon.comm.work import Work
 from echelon.pipeline.boundary import BoundarySpec, BoundaryValue, TensorSpec
 from echelon.pipeline.packed_message import MessagePool, PackedMessage
+from echelon.pipeline.step_specs import StepSpecs
 
-_PACKED, _SPEC, _LARGE, _PACKED_GRADIENTS, _LARGE_GRADIENT, _NUM_TAGS = range(6)
-_LENGTH_NBYTES = 8  # of a header that is the length of a spec
+LENGTH_NBYTES = 8  # of a header that is the length of a spec
+_Value = TypeVar("_Value", covariant=True)
+
+
+class MessageKind(IntEnum):
+    """What a message of a microbatch over a boundary has; a part of its tag."""
+
+    PACKED = 0
+    SPEC = 1
+    LARGE = 2
+    PACKED_GRADIENTS = 3
+    LARGE_GRADIENT = 4
+
+
+_NUM_TAGS = len(MessageKind)
+VALUE = MessageKind.PACKED, MessageKind.LARGE
+GRADIENTS = MessageKind.PACKED_GRADIENTS, MessageKind.LARGE_GRADIENT
 
 
 @final
@@ -64,76 +81,88 @@ class PendingSend:
         self._on_done()
 
 
-@final
-class Link:
-    """This rank's side of one stage boundary, which is numbered by the stage before it.
+class Received(Protocol[_Value]):
+    """A posted receive of the value or of the gradients of a microbatch."""
 
-    Messages of different boundaries have different tags.
-    """
+    def wait(self) -> _Value:
+        """Wait for them. Called once."""
+
+
+class Link(ABC):
+    """This rank's side of a stage boundary, numbered by the stage before it. Abstract."""
 
     def __init__(self, group: Group, peer: int, boundary: int, num_microbatches: int) -> None:
-        self._group, self._peer, self._boundary = group, peer, boundary
+        self._group, self._peer, self.boundary = group, peer, boundary
+        # Messages of different boundaries have different tags.
         self._first_tag = boundary * num_microbatches * _NUM_TAGS
-        self._last_specs: dict[tuple[bool, int], BoundarySpec] = {}  # by training and microbatch
-        self._send_pool, self._recv_pool = MessagePool(group.device), MessagePool(group.device)
+        self._send_pool, self.recv_pool = MessagePool(group.device), MessagePool(group.device)
 
-    def _tag(self, microbatch: int, kind: int) -> int:
-        return self._first_tag + microbatch * _NUM_TAGS + kind
-
-    def _isend(self, microbatch: int, kind: int, tensor: Tensor) -> list[Work]:
-        if not tensor.numel():
-            return []
-        return [self._group.isend(tensor, self._peer, self._tag(microbatch, kind))]
-
-    def _irecv(self, microbatch: int, kind: int, tensor: Tensor) -> list[Work]:
-        if not tensor.numel():
-            return []
-        return [self._group.irecv(tensor, self._peer, self._tag(microbatch, kind))]
-
-    @without_torch_function
-    def send_forward(self, microbatch: int, value: BoundaryValue, *, training: bool) -> PendingSend:
+    @abstractmethod
+    def send_forward(self, microbatch: int, value: BoundaryValue, step: StepSpecs) -> PendingSend:
         """Send the output of a stage to the next one."""
-        works: list[Work] = []
-        memory: list[Tensor] = []
 
-        def isend(kind: int, tensor: Tensor) -> None:
-            memory.append(tensor)
-            works.extend(self._isend(microbatch, kind, tensor))
+    @abstractmethod
+    def recv_forward(self, microbatch: int, step: StepSpecs) -> Received[BoundaryValue]:
+        """Post the receive of the output of the previous stage."""
 
-        last_spec = self._last_specs.get((training, microbatch))
-        if last_spec is None or not last_spec.is_identical(value.spec):
-            self._send_spec(value.spec, () if last_spec is None else last_spec.tensors, isend)
-            self._last_specs[training, microbatch] = value.spec
-        message = self._send_pool.acquire(_LENGTH_NBYTES, value.spec.tensors)
-        message.about = f"outputs of stage {self._boundary} for microbatch {microbatch}"
+    @abstractmethod
+    def send_backward(
+        self,
+        microbatch: int,
+        specs: Sequence[TensorSpec],
+        grads: Sequence[Tensor | None],
+        step: StepSpecs,
+    ) -> PendingSend:
+        """Send the gradients of a stage's inputs back; None where an input was not used."""
+
+    @abstractmethod
+    def recv_backward(
+        self, microbatch: int, specs: Sequence[TensorSpec], step: StepSpecs
+    ) -> Received[list[Tensor | None]]:
+        """Post the receive of the gradients of a value that was sent."""
+
+    @final
+    def isend(self, microbatch: int, kind: MessageKind, tensor: Tensor) -> list[Work]:
+        """Start to send a message, if it has any elements."""
+        if not tensor.numel():
+            return []
+        tag = self._first_tag + microbatch * _NUM_TAGS + kind
+        return [self._group.isend(tensor, self._peer, tag)]
+
+    @final
+    def irecv(self, microbatch: int, kind: MessageKind, tensor: Tensor) -> list[Work]:
+        """Start to receive a message, if it has any elements."""
+        if not tensor.numel():
+            return []
+        tag = self._first_tag + microbatch * _NUM_TAGS + kind
+        return [self._group.irecv(tensor, self._peer, tag)]
+
+    @final
+    def receive_spec(self, microbatch: int, length: int) -> BoundarySpec:
+        """Receive the spec of a value, which has so many bytes."""
+        sender = self._group.ranks[self._peer]
+        nbytes = checked_nbytes(length, sender)
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
+        for work in self.irecv(microbatch, MessageKind.SPEC, data):
+            work.wait()
+        return BoundarySpec.from_bytes(data.cpu().numpy().tobytes(), sender)
+
+    @final
+    def _packed(
+        self, header_nbytes: int, value: BoundaryValue, about: str
+    ) -> tuple[PackedMessage, list[Tensor]]:
+        """A message with the small tensors of a value, and its large ones."""
+        message = self._send_pool.acquire(header_nbytes, value.spec.tensors)
+        message.about = about
         large = []
         for view, tensor in zip(message.views, value.tensors, strict=True):
             if view is None:
-                large.append(tensor)
+                large.append(tensor.contiguous())
             else:
                 view.copy_(tensor)
-        isend(_PACKED, message.buffer)
-        for tensor in large:
-            isend(_LARGE, tensor.contiguous())
-        return self._pending(works, memory, message)
+        return message, large
 
-    def _send_spec(
-        self,
-        spec: BoundarySpec,
-        expected: tuple[TensorSpec, ...],
-        isend: Callable[[int, Tensor], None],
-    ) -> None:
-        """Fill the buffers that the receiver posted for the last spec, and then send a new one."""
-        device = self._group.device
-        data = spec.to_bytes()
-        message = PackedMessage(_LENGTH_NBYTES, expected, device)
-        message.about = f"how many bytes the spec of outputs of stage {self._boundary} has"
-        message.length.fill_(len(data))
-        isend(_PACKED, message.buffer)
-        for large in message.large_specs:
-            isend(_LARGE, torch.zeros(large.shape, dtype=large.dtype, device=device))
-        isend(_SPEC, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
-
+    @final
     def _pending(
         self, works: list[Work], memory: list[Tensor], message: PackedMessage
     ) -> PendingSend:
@@ -142,20 +171,71 @@ class Link:
 
         return PendingSend(works, memory, is_poll_cheap=self._group.shares_memory, on_done=on_done)
 
+
+@final
+class TaggedLink(Link):
+    """A link whose messages have tags, so that a value may have another spec at any time."""
+
+    def __init__(self, group: Group, peer: int, boundary: int, num_microbatches: int) -> None:
+        super().__init__(group, peer, boundary, num_microbatches)
+        self.last_specs: dict[tuple[bool, int], BoundarySpec] = {}  # by training and microbatch
+
     @without_torch_function
-    def recv_forward(self, microbatch: int, *, training: bool) -> ForwardRecv:
+    def send_forward(self, microbatch: int, value: BoundaryValue, step: StepSpecs) -> PendingSend:
+        """Send the output of a stage to the next one."""
+        works: list[Work] = []
+        memory: list[Tensor] = []
+
+        def isend(kind: MessageKind, tensor: Tensor) -> None:
+            memory.append(tensor)
+            works.extend(self.isend(microbatch, kind, tensor))
+
+        last_spec = self.last_specs.get((step.training, microbatch))
+        if last_spec is None or not last_spec.is_identical(value.spec):
+            self._send_spec(value.spec, () if last_spec is None else last_spec.tensors, isend)
+            self.last_specs[step.training, microbatch] = value.spec
+        about = f"outputs of stage {self.boundary} for microbatch {microbatch}"
+        message, large = self._packed(LENGTH_NBYTES, value, about)
+        isend(MessageKind.PACKED, message.buffer)
+        for tensor in large:
+            isend(MessageKind.LARGE, tensor)
+        return self._pending(works, memory, message)
+
+    def _send_spec(
+        self,
+        spec: BoundarySpec,
+        expected: tuple[TensorSpec, ...],
+        isend: Callable[[MessageKind, Tensor], None],
+    ) -> None:
+        """Fill the buffers that the receiver posted for the last spec, and then send a new one."""
+        device = self._group.device
+        data = spec.to_bytes()
+        message = PackedMessage(LENGTH_NBYTES, expected, device)
+        message.about = f"how many bytes the spec of outputs of stage {self.boundary} has"
+        message.length.fill_(len(data))
+        isend(MessageKind.PACKED, message.buffer)
+        for large in message.large_specs:
+            isend(MessageKind.LARGE, torch.zeros(large.shape, dtype=large.dtype, device=device))
+        isend(MessageKind.SPEC, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
+
+    @without_torch_function
+    def recv_forward(self, microbatch: int, step: StepSpecs) -> ForwardRecv:
         """Post the receive of the output of the previous stage."""
-        return ForwardRecv(self, microbatch, training)
+        return ForwardRecv(self, microbatch, step.training)
 
     @without_torch_function
     def send_backward(
-        self, microbatch: int, specs: Sequence[TensorSpec], grads: Sequence[Tensor | None]
+        self,
+        microbatch: int,
+        specs: Sequence[TensorSpec],
+        grads: Sequence[Tensor | None],
+        step: StepSpecs,
     ) -> PendingSend:
         """Send the gradients of a stage's inputs back; None where an input was not used."""
         if not specs:
             return PendingSend([], [])
         message = self._send_pool.acquire(len(specs), tuple(specs))
-        message.about = f"gradients for stage {self._boundary} of microbatch {microbatch}"
+        message.about = f"gradients for stage {self.boundary} of microbatch {microbatch}"
         memory = [message.buffer]
         for index, (spec, view, grad) in enumerate(zip(specs, message.views, grads, strict=True)):
             if grad is None:
@@ -165,57 +245,43 @@ class Link:
                 memory.append(filled.contiguous())
             elif grad is not None:
                 view.copy_(grad)
-        works = self._isend(microbatch, _PACKED_GRADIENTS, message.buffer)
+        works = self.isend(microbatch, MessageKind.PACKED_GRADIENTS, message.buffer)
         for tensor in memory[1:]:
-            works += self._isend(microbatch, _LARGE_GRADIENT, tensor)
+            works += self.isend(microbatch, MessageKind.LARGE_GRADIENT, tensor)
         if any(grad is None for grad in grads):  # the pool has messages with an empty header only
             return PendingSend(works, memory, is_poll_cheap=self._group.shares_memory)
         return self._pending(works, memory, message)
 
     @without_torch_function
-    def recv_backward(self, microbatch: int, specs: Sequence[TensorSpec]) -> BackwardRecv:
+    def recv_backward(
+        self, microbatch: int, specs: Sequence[TensorSpec], step: StepSpecs
+    ) -> BackwardRecv:
         """Post the receive of the gradients of a value that was sent."""
         return BackwardRecv(self, microbatch, specs)
 
 
-def links_of(
-    placement: Sequence[int], group: Group, num_microbatches: int
-) -> tuple[dict[int, Link], dict[int, Link]]:
-    """The links of this rank's stages to the previous and to the next stage, by stage."""
-    to_previous: dict[int, Link] = {}
-    to_next: dict[int, Link] = {}
-    for stage, (left, right) in enumerate(pairwise(placement)):
-        if left == right or group.rank not in (left, right):
-            continue
-        link = Link(group, left + right - group.rank, stage, num_microbatches)
-        if group.rank == left:
-            to_next[stage] = link
-        else:
-            to_previous[stage + 1] = link
-    return to_previous, to_next
-
-
 @final
-class _RecvBuffers:
+class RecvBuffers:
     """A message and its large tensors while they are received."""
 
     def __init__(
         self,
         link: Link,
         microbatch: int,
-        tags: tuple[int, int],
+        kinds: tuple[MessageKind, MessageKind],
         header_nbytes: int,
         specs: Sequence[TensorSpec],
     ) -> None:
-        self._pool = link._recv_pool
+        self._pool = link.recv_pool
         self.message = self._pool.acquire(header_nbytes, tuple(specs))
-        self._works = link._irecv(microbatch, tags[0], self.message.buffer)
+        self._works = link.irecv(microbatch, kinds[0], self.message.buffer)
         device = self.message.buffer.device
         self._large = [spec.empty(device) for spec in self.message.large_specs]
         for tensor in self._large:
-            self._works += link._irecv(microbatch, tags[1], tensor)
+            self._works += link.irecv(microbatch, kinds[1], tensor)
 
     def wait(self) -> None:
+        """Wait for all of them."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -232,15 +298,15 @@ class _RecvBuffers:
 class ForwardRecv:
     """A posted receive of the input of a stage."""
 
-    def __init__(self, link: Link, microbatch: int, training: bool) -> None:
+    def __init__(self, link: TaggedLink, microbatch: int, training: bool) -> None:
         self._link, self._microbatch = link, microbatch
         self._key = training, microbatch
-        self._spec = link._last_specs.get(self._key)
+        self._spec = link.last_specs.get(self._key)
         self._buffers = self._post()
 
-    def _post(self) -> _RecvBuffers:
+    def _post(self) -> RecvBuffers:
         specs = () if self._spec is None else self._spec.tensors
-        return _RecvBuffers(self._link, self._microbatch, (_PACKED, _LARGE), _LENGTH_NBYTES, specs)
+        return RecvBuffers(self._link, self._microbatch, VALUE, LENGTH_NBYTES, specs)
 
     @without_torch_function
     def wait(self) -> BoundaryValue:
@@ -248,14 +314,8 @@ class ForwardRecv:
         self._buffers.wait()
         length = int(self._buffers.message.length.item())
         if length:
-            group = self._link._group
-            sender = group.ranks[self._link._peer]
-            nbytes = checked_nbytes(length, sender)
-            data = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
-            for work in self._link._irecv(self._microbatch, _SPEC, data):
-                work.wait()
-            self._spec = BoundarySpec.from_bytes(data.cpu().numpy().tobytes(), sender)
-            self._link._last_specs[self._key] = self._spec
+            self._spec = self._link.receive_spec(self._microbatch, length)
+            self._link.last_specs[self._key] = self._spec
             self._buffers = self._post()
             self._buffers.wait()
         assert self._spec is not None
@@ -271,8 +331,7 @@ class BackwardRecv:
     def __init__(self, link: Link, microbatch: int, specs: Sequence[TensorSpec]) -> None:
         self._buffers = None
         if specs:
-            tags = _PACKED_GRADIENTS, _LARGE_GRADIENT
-            self._buffers = _RecvBuffers(link, microbatch, tags, len(specs), specs)
+            self._buffers = RecvBuffers(link, microbatch, GRADIENTS, len(specs), specs)
 
     @without_torch_function
     def wait(self) -> list[Tensor | None]:

@@ -31,6 +31,7 @@ from echelon.pipeline.chunk_spec import (
     option_for,
 )
 from echelon.pipeline.schedules.ir import Schedule
+from echelon.pipeline.step_specs import KindFacts, StepKinds, StepSpecs
 from echelon.ranges import shard_range
 
 
@@ -69,11 +70,20 @@ def split_batch(
     _check_enough(total, num_parts, what)
     num_rows = _rows_of_parts(total, num_parts)
     columns = [
-        leaf.value.split(num_rows) if leaf.is_split(total) else (leaf.value,) * num_parts
+        _cut(leaf.value, num_rows) if leaf.is_split(total) else (leaf.value,) * num_parts
         for leaf in leaves
     ]
     values = [pytree.tree_unflatten(parts, structure) for parts in zip(*columns, strict=True)]
     return Microbatches(tuple(values), num_rows)
+
+
+def _cut(value: Tensor, num_rows: tuple[int, ...]) -> Sequence[Tensor]:
+    """Views of the rows of ``value``, which count the writes into them each for itself.
+
+    A forward may write into its input. Views with the count of the whole batch would make
+    autograd refuse the backward of one microbatch for the forward of another.
+    """
+    return [part if part.requires_grad else part.data for part in value.split(num_rows)]
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +163,7 @@ class Batch:
         targets: the targets of the loss.
         weights: what the loss of each microbatch counts.
         loss_fn: None if there is no loss.
-        training: whether backwards follow.
+        specs: what is known of the values between stages before the step.
         losses: the weighted losses, on the rank of the last stage.
         outputs: the outputs of the last stage, if there is no loss.
     """
@@ -163,9 +173,14 @@ class Batch:
     targets: Sequence[Any]
     weights: Sequence[float]
     loss_fn: Loss | None
-    training: bool
+    specs: StepSpecs
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        """Whether backwards follow."""
+        return self.specs.training
 
     def loss(self, microbatch: int, output: Any) -> Tensor:
         """The loss of an output of the last stage."""
@@ -186,8 +201,10 @@ class BatchSplitter:
         schedule: Schedule,
         loss_reduction: Literal["mean", "sum"],
         specs: ChunkSpecs,
+        kinds: StepKinds,
     ) -> None:
         self._group, self._reduction, self._specs = group, loss_reduction, specs
+        self._kinds = kinds
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
         self._max_microbatches = schedule.num_microbatches
 
@@ -214,7 +231,9 @@ class BatchSplitter:
             counts = None if weights is None else _checked_weights(weights, self._max_microbatches)
         except ArgumentError as error:
             problem = str(error)
-        total = self._agree(given, facts, problem)
+        likeness = args if self._group.rank == self._first else (), dict(kwargs)
+        kind = self._kinds.facts(likeness, training=training)
+        total, kinds = self._agree(given, facts, kind, problem)
         num_parts = self._max_microbatches if training else min(self._max_microbatches, total)
         # Arguments for stages of other ranks are ignored: they may be None, or of another batch.
         is_first, is_last = self._group.rank == self._first, self._group.rank == self._last
@@ -229,7 +248,7 @@ class BatchSplitter:
             targets=split(target, "target", self._specs.target) if is_last and loss_fn else (),
             weights=self._weights(counts, total, num_parts),
             loss_fn=loss_fn,
-            training=training,
+            specs=self._kinds.begin(kinds, training=training),
         )
 
     def _given(
@@ -274,11 +293,17 @@ class BatchSplitter:
             has_other_dim = has_other_dim or (what == "input" and first.is_square)
         return _Given(sure, open_, has_other_dim)
 
-    def _agree(self, given: _Given, facts: _Facts, problem: str | None) -> int:
-        """The number of rows of the first stage; raises on all ranks if one has a problem."""
+    def _agree(
+        self, given: _Given, facts: _Facts, kind: KindFacts, problem: str | None
+    ) -> tuple[int, list[KindFacts]]:
+        """The number of rows of the first stage, and what the step is like on all ranks.
+
+        Raises on all ranks if one has a problem.
+        """
         facts = (_UNUSABLE, 0, 0, 0, 0) if problem else facts
-        local = torch.tensor(facts, device=self._group.device)
-        gathered = local.new_empty(self._group.size * len(facts))
+        numbers = (*facts, *kind)
+        local = torch.tensor(numbers, device=self._group.device)
+        gathered = local.new_empty(self._group.size * len(numbers))
         self._group.all_gather_single(gathered, local, label="rows of the batch")
         by_rank: list[list[int]] = gathered.view(self._group.size, -1).tolist()
         if any(rows == _UNUSABLE for rows, *_ in by_rank):
@@ -287,15 +312,15 @@ class BatchSplitter:
         if len(set(lengths.values())) > 1:
             raise ArgumentError(f"ranks were given batches of different length, by rank: {lengths}")
         total = by_rank[self._first][0]
-        has_other_dim = any(other for _, other, *_ in by_rank) and self._max_microbatches > 1
+        has_other_dim = any(facts[1] for facts in by_rank) and self._max_microbatches > 1
         if any(
             shortest not in (0, total)
             or longest not in (0, total)
             or (self._max_microbatches > 1 and (is_square or (has_other_dim and longest)))
-            for _, _, shortest, longest, is_square in by_rank
+            for _, _, shortest, longest, is_square, _, _ in by_rank
         ):
             self._refuse(given.problem(total, self._max_microbatches, has_other_dim=has_other_dim))
-        return total
+        return total, [(digest, has_changed) for *_, digest, has_changed in by_rank]
 
     def _refuse(self, problem: str | None) -> None:
         problems = self._group.all_gather_object(problem)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.comm.streams import adds_in_order, autocasts
+from echelon.comm.streams import device_of
 from echelon.modules.autograd import (
     add_row_gradients,
     add_weight_gradient,
@@ -102,7 +102,7 @@ class WeightGradients:
 
     def embedding(self, node: Any, weight: Tensor, index: Tensor, grad: Tensor) -> bool:
         """Add the gradient of looked-up rows of ``weight`` and return true, if that is allowed."""
-        if not (adds_in_order(weight.device) and self._may_add(node, weight)):
+        if not (device_of(weight.device).adds_in_order and self._may_add(node, weight)):
             return False
         add_row_gradients(weight, index, grad)
         return True
@@ -168,7 +168,7 @@ def _applies(weight: Tensor, x: Tensor) -> bool:
         and weight.requires_grad
         and torch.is_grad_enabled()
         and x.dim() > 0
-        and not autocasts(x.device)
+        and not device_of(x.device).autocasts()
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
     )

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.comm import streams
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.comm.world import World
 from echelon.planner.operation_counter import OperationCounter, PlaceWork
 
@@ -135,7 +135,7 @@ class _RankClock:
     def _once(self, work: Callable[[], Any], device: torch.device) -> float:
         start_s = time.perf_counter()
         work()
-        streams.synchronize(device)
+        device_of(device).synchronize()
         return time.perf_counter() - start_s
 
 

@@ -44,6 +44,11 @@ STORE_CALL_S = 120.0  # what an object store gets for one call of a save or a lo
 # started: a turn may compile a model.
 OTHER_WORLD_S = 3600.0
 
+# How often a rank looks whether its device has finished its calls, and whether others ask for what
+# it has issued. NCCL's own watchdog, which ends the process, comes so much later than the timeout.
+LOOK_FOR_STALLS_S = 2.0
+WATCHDOG_S = 60.0
+
 # On request ------------------------------------------------------------------------------------
 
 SAVE_S = 5.0  # what ranks get after a stop signal to save and leave, unless --grace says more

@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from echelon.comm import streams
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError, StateError
 
 
@@ -95,7 +95,8 @@ class Initializer:
         initialize = self._initializer_of(module)
         assert initialize is not None, "checked at the start"
         seed = _seed_of(seed, name)
-        with self._isolated(module, selected), streams.seeded(self._device, seed), torch.no_grad():
+        seeded = device_of(self._device).seeded(seed)
+        with self._isolated(module, selected), seeded, torch.no_grad():
             initialize()
             for local, tensor in own_tensors(module):
                 if id(before.get(local)) in selected and tensor is not before[local]:

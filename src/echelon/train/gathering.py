@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm.group import Group
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 
 # A node of a structure, as it is sent: its kind, and what belongs to the kind.
@@ -164,7 +164,7 @@ def _merged(nodes: Sequence[_Node], device: torch.device | None) -> Any:
     if kind == "tensor":
         joined = torch.cat([node[1] for node in nodes])
         source: torch.device = nodes[0][2]
-        return joined.to(source if is_cpu(source) or device is None else device)
+        return joined.to(source if device_of(source).is_host or device is None else device)
     if kind == "array":
         return np.concatenate([node[1] for node in nodes])
     if kind == "list":

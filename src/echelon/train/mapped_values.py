@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 from echelon.process.memory_files import create_memory, memory_error, open_memory
 
@@ -178,7 +178,7 @@ class _Layout:
         )
 
     def _tensor(self, tensor: Tensor, name: str) -> Node:
-        if not is_cpu(tensor.device) or tensor.layout is not torch.strided:
+        if not device_of(tensor.device).is_on_host(tensor) or tensor.layout is not torch.strided:
             raise ArgumentError(
                 f"{name} is a tensor of layout {tensor.layout} on {tensor.device}, which cannot be "
                 "shared: give a dense one on the CPU"

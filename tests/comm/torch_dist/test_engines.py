@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -61,3 +62,38 @@ def test_the_first_engine_of_another_backend_is_the_default_group_and_ends_it() 
 def test_a_build_without_nccl_is_named() -> None:
     with pytest.raises(WorldError, match="has no NCCL: use backend 'gloo'"):
         start_native("nccl", c10d.HashStore(), "world", [0], 0, LIMIT)
+
+
+class NCCL:
+    """Stands for ``ProcessGroupNCCL``, which builds for the CPU do not have."""
+
+    class Options:
+        pass
+
+    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+        self.options = vars(options)
+        self.ends: list[str] = []
+
+    def abort(self) -> None:
+        self.ends.append("abort")
+
+    def shutdown(self) -> None:
+        self.ends.append("shutdown")
+
+
+def test_nccl_is_named_in_its_reports_and_its_watchdog_comes_after_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    native = start_native("nccl", c10d.HashStore(), "world.1", [3, 5], 1, LIMIT)
+    engine: Any = native.engine
+    assert native.queues
+    assert engine.options["_timeout"] > LIMIT
+    assert engine.options["group_name"] == "world.1"
+    assert engine.options["global_ranks_in_group"] == [3, 5]
+    assert engine.options["is_high_priority_stream"]
+    native.shut_down(False)
+    native.abort()
+    native.shut_down(True)
+    assert engine.ends == ["shutdown", "abort", "abort"]

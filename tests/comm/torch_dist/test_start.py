@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import Secret
+from echelon.comm.streams import PlainDevice, kinds
 from echelon.comm.torch_dist import connect, from_process_group
 from echelon.comm.torch_dist import start as start_module
 from echelon.comm.torch_dist.engines import Engine
@@ -44,8 +45,10 @@ def start_on_one_rank_alone(rank: int, port: int) -> None:
 def start_while_a_peer_fails(rank: int, port: int) -> None:
     begin = start_module.start_gloo
 
-    def begin_in_vain(*args: Any, **options: Any) -> Engine:
-        begin(*args, **options)
+    def begin_in_vain(store: c10d.Store, *args: Any, **options: Any) -> Engine:
+        begin(store, *args, **options)
+        store.set(f"begun/{rank}", "")
+        store.wait([f"begun/{other}" for other in range(3)])  # or gloo itself would fail on one
         if rank == 1:
             time.sleep(0.2)  # so that its record is the later one
             raise RuntimeError("no such interface")
@@ -66,6 +69,48 @@ def wrap_the_default_group(rank: int, port: int) -> list[float]:
     group.close()
     dist.destroy_process_group()
     return tensor.tolist()
+
+
+def meet_on_the_host(rank: int, store: c10d.Store) -> tuple[str, str, float]:
+    factory = GroupFactory(
+        job=Job(store, RankMonitor.alone(rank)),
+        secret=Secret(b"s" * 32),
+        backend="nccl",
+        device=torch.device("cuda", rank),
+        timeout=10.0,
+        check=False,
+        loopback=True,
+        one_host=True,
+    )
+    group = factory._make_on("world.1", (0, 1), torch.device("cpu"))
+    tensor = torch.tensor([rank + 1.0])
+    group.all_reduce(tensor)
+    return type(group).__name__, str(group.device), tensor.item()
+
+
+class OneDevice(PlainDevice):
+    """A device that all ranks of a host have been given."""
+
+    def identity(self) -> str:
+        return "GPU-1234"
+
+
+def claim(rank: int, store: c10d.Store) -> str:
+    factory = GroupFactory(
+        job=Job(store, RankMonitor.alone(rank)),
+        secret=Secret(b"s" * 32),
+        backend="nccl",
+        device=torch.device("cuda", 0),
+        timeout=10.0,
+        check=False,
+        loopback=True,
+        one_host=True,
+    )
+    try:
+        factory._claim_device("world")
+    except WorldError as error:
+        return str(error)
+    return "its own"
 
 
 def start_from_slurm(rank: int, port: int) -> float:
@@ -118,6 +163,22 @@ def test_slurm_variables_start_a_world() -> None:
 def test_a_process_group_of_the_user_is_wrapped_and_stays_the_users() -> None:
     outcomes = start(wrap_the_default_group, 2, (free_port(),))
     assert [outcome for outcome, _ in outcomes] == [[1.0], [1.0]]
+
+
+def test_two_ranks_on_one_device_are_named_before_nccl_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(kinds, "cuda", OneDevice)
+    store = c10d.HashStore()
+    assert claim(0, store) == "its own"
+    assert "ranks 0 and 1 have one device, cuda:0 (GPU-1234), and NCCL takes" in claim(1, store)
+
+
+def test_a_group_on_the_host_of_a_job_over_nccl_is_one_of_gloo() -> None:
+    store = c10d.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(meet_on_the_host, range(2), [store] * 2))
+    assert made == [("PeerGroup", "cpu", 3.0)] * 2
 
 
 @pytest.mark.slow

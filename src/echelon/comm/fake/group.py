@@ -96,7 +96,9 @@ class FakeGroup(Group):
             _act(operation, self.rank, self.size)
         return _DoneWork(call)
 
-    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> Any:
+    def _subgroup(
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+    ) -> Any:
         if self.rank not in members:
             return None
         ranks = [self.ranks[member] for member in members]

@@ -122,7 +122,9 @@ class ShmGroup(Group):
         """A rank that has sent a message with ``tag`` whose receive is not posted yet, or None."""
         return self._mailbox.probe(tag)
 
-    def _subgroup(self, call: CollectiveCall, name: str, members: Sequence[int]) -> ShmGroup | None:
+    def _subgroup(
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+    ) -> ShmGroup | None:
         subgroup = self._run(call, lambda: self._make_subgroup(call, name, members))
         if subgroup is not None:
             self._subgroups.append(subgroup)

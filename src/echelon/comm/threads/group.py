@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, final
 
 import torch
@@ -34,6 +36,7 @@ from echelon.comm.threads.pending import (
     PendingCondition,
     PendingMessage,
 )
+from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
 from echelon.comm.threads.rank_threads import require_of_rank
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.work import Window, Work
@@ -44,6 +47,7 @@ T = TypeVar("T")
 Calls: TypeAlias = list[CollectiveCall]
 # Does the work of all ranks, with their items and calls in rank order.
 Act: TypeAlias = Callable[[list[T], Calls], None]
+_SETUP = TaggedMessages()
 
 
 @final
@@ -85,10 +89,11 @@ class ThreadGroup(Group):
             ranks,
             device or torch.device("cpu"),
             world.timeout,
-            shares_memory=True,
+            shares_memory=world.rules.shares_memory,
             note=self._note_call,
         )
         self._world = world
+        self.has_tags = world.rules.has_tags
 
     def _note_call(self, call: CollectiveCall) -> None:
         self._world.order.require_running(call)
@@ -133,6 +138,13 @@ class ThreadGroup(Group):
         self._world.wait_until(condition, call, timeout, self.timeout)
         self._refuse_if_aborted(call)
 
+    def batch(self) -> AbstractContextManager[None]:
+        """The messages that this rank issues in the body are one operation, as in a batch of c10d.
+
+        Where messages match by their tags, that changes nothing.
+        """
+        return self._world.batch(self.ranks[self.rank])
+
     def abort(self, cause: str) -> None:
         """Let all ranks fail that wait in this group, or communicate in it from now on.
 
@@ -147,10 +159,11 @@ class ThreadGroup(Group):
                 pending.append(world.meetings.pop(key))
             for place in [place for place in world.mail if place[0] == self.name]:
                 pending += world.mail.pop(place)
+            pending += [each for each in world.rules.queued(self.name) if each not in pending]
         world.wake_conditions()
         for each in pending:
             each.error = self._aborted(f"a call of group {self.name!r}")
-            world.complete(each)
+            world.carry_out(world.complete(each))
 
     def _aborted(self, doing: object) -> RankFailed:
         rank, cause = self._world.aborted[self.name]
@@ -175,14 +188,20 @@ class ThreadGroup(Group):
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         act = _ACTS.get(type(operation))
         if act is not None:
-            return self._meet(call, operation, act)
+            self._world.open_communicator(self.name, self.ranks, None, call, self.timeout)
+            return self._meet(call, operation, act, self._world.rules)
         if type(operation) is Send:
             return self._mail(call, operation.tensor, self.rank, operation.dst, operation.tag)
         assert type(operation) is Receive
         return self._mail(call, operation.tensor, operation.src, self.rank, operation.tag)
 
-    def _meet(self, call: CollectiveCall, item: T, act: Act[T]) -> _ThreadWork:
-        """Join a collective with ``item``; the last rank runs ``act`` on the items of all."""
+    def _meet(
+        self, call: CollectiveCall, item: T, act: Act[T], rules: RankRules = _SETUP
+    ) -> _ThreadWork:
+        """Join a collective with ``item``; ``act`` runs on the items of all ranks.
+
+        Groups and memory are set up beside the operations of ranks, and wait for none of them.
+        """
         world = self._world
         with world.lock:
             world.admit(call)
@@ -191,24 +210,29 @@ class ThreadGroup(Group):
             meeting = world.meetings.get(key)
             if meeting is None:
                 meeting = world.meetings[key] = PendingCollective(self.ranks, call, item)
+                meeting.carry_out = partial(self._carry_out, act)
             meeting.calls[self.rank] = call
             meeting.items[self.rank] = item
             world.join(meeting, call)
-            if meeting.absent:
-                return _ThreadWork(call, world, meeting, self.timeout)
-            del world.meetings[key]
+            if not meeting.absent:
+                del world.meetings[key]
+            ready = rules.issued(meeting, call)
+        if ready:
+            world.carry_out(ready)
+        return _ThreadWork(call, world, meeting, self.timeout)
+
+    def _carry_out(self, act: Act[Any], meeting: PendingCollective) -> None:
+        """Do the work of all ranks."""
         try:
             self._agree(meeting.calls)
             with (
-                world.watch.around(self.ranks, meeting.calls, meeting.items),
+                self._world.watch.around(self.ranks, meeting.calls, meeting.items),
                 torch.inference_mode(),  # inference tensors of ranks can be written only in it
             ):
                 act(meeting.items, meeting.calls)
         except Exception as error:  # raised on every rank that waits
             meeting.error = error
-        world.complete(meeting)
-        meeting.items.clear()
-        return _ThreadWork(call, world, meeting, self.timeout)
+        meeting.items = []
 
     def _agree(self, calls: Sequence[CollectiveCall]) -> None:
         first = calls[0]
@@ -218,38 +242,46 @@ class ThreadGroup(Group):
                 raise CollectiveMismatch(self.name, first.position, texts)
 
     def _mail(self, call: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
-        world, op = self._world, call.signature.op
+        world, op, rules = self._world, call.signature.op, self._world.rules
+        ends = self.ranks[src], self.ranks[dst]
+        world.open_communicator(self.name, self.ranks, ends, call, self.timeout)
         with world.lock:
             world.admit(call)
             self._refuse_if_aborted(call)
-            queue = world.mail.setdefault((self.name, src, dst, tag), deque())
+            place = (self.name, src, dst, tag if rules.has_tags else 0)
+            queue = world.mail.setdefault(place, deque())
             if not queue or op in queue[0].sides:  # the other side has not joined yet
-                transfer = PendingMessage((self.ranks[src], self.ranks[dst]))
+                transfer = PendingMessage(ends)
+                transfer.carry_out = self._deliver
                 queue.append(transfer)
             else:
                 transfer = queue.popleft()
-            transfer.sides[op] = MessageSide(self.rank, call, tensor)
+            transfer.sides[op] = MessageSide(self.rank, call, tensor, tag)
             world.join(transfer, call)
-        if not transfer.absent:
-            try:
-                self._deliver(transfer)
-            except Exception as error:  # raised on both ranks
-                transfer.error = error
-            world.complete(transfer)
-            transfer.sides.clear()  # the work of one rank must not keep the tensor of the other
+            ready = rules.issued(transfer, call)
+        if ready:
+            world.carry_out(ready)
         else:
             world.wake_conditions()  # somebody may wait for a message from any rank
         return _ThreadWork(call, world, transfer, self.timeout)
 
     def _deliver(self, transfer: PendingMessage) -> None:
+        try:
+            self._move(transfer)
+        except Exception as error:  # raised on both ranks
+            transfer.error = error
+        transfer.sides = {}  # the work of one rank must not keep the tensor of the other
+
+    def _move(self, transfer: PendingMessage) -> None:
         send, receive = transfer.sides["send"], transfer.sides["recv"]
         source, target = send.tensor, receive.tensor
-        if source.dtype != target.dtype or source.numel() != target.numel():
+        fits = source.dtype == target.dtype and source.numel() == target.numel()
+        if not fits or send.tag != receive.tag:
             texts = {
                 side.call.rank: f"{side.call.signature} at {side.call.place}"
                 for side in transfer.sides.values()
             }
-            raise CollectiveMismatch.of_message(self.name, texts)
+            raise CollectiveMismatch.of_message(self.name, texts, in_order=not self.has_tags)
         operations = [Send(source, receive.rank, 0), Receive(target, send.rank, 0)]
         watching = self._world.watch.around(
             transfer.expected, [send.call, receive.call], operations
@@ -258,7 +290,7 @@ class ThreadGroup(Group):
             target.copy_(source)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
     ) -> ThreadGroup | None:
         self._meet(call, None, _nothing).wait()
         if self.rank not in members:
@@ -268,7 +300,7 @@ class ThreadGroup(Group):
             members.index(self.rank),
             [self.ranks[member] for member in members],
             name=name,
-            device=self.device,
+            device=device,
         )
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:
@@ -280,6 +312,8 @@ class ThreadGroup(Group):
                 regions_of_rank.extend(region for _, region in items)
 
         self._meet(call, (regions, local), act).wait()
+        if not self.shares_memory:
+            return Window(local, (local,), shared=False)
         return Window(local, tuple(regions), shared=True)
 
     def _shared(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,10 @@ from torch import Tensor
 from echelon.diagnosis.collective_call import CollectiveCall
 
 
+def _do_nothing(pending: Any) -> None:
+    """Of a communication in which nothing moves."""
+
+
 class Pending:
     """A communication that is complete when all its ranks have joined it."""
 
@@ -20,6 +24,8 @@ class Pending:
         self.absent = set(expected)  # those that have not joined
         self.complete = False
         self.error: Exception | None = None
+        self.carry_out: Callable[[Any], None] = _do_nothing  # what all ranks have joined it for
+        self.is_started = False  # whether that was done, or is being done
         self.came_s = 0.0  # when the last rank joined it, if ranks have clocks of their own
 
     def raise_error(self) -> None:
@@ -87,6 +93,7 @@ class MessageSide(NamedTuple):
     rank: int
     call: CollectiveCall
     tensor: Tensor
+    tag: int
 
 
 @final

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 from echelon.comm.threads.call_watch import CallWatch, NoWatch
@@ -25,6 +26,7 @@ from echelon.comm.threads.pending import (
     RankWait,
 )
 from echelon.comm.threads.rank_order import RankOrder
+from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
 from echelon.comm.threads.worker_threads import LOOK_S, WorkerThreads
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
@@ -44,6 +46,7 @@ class ThreadWorld:
         order: when each rank runs.
         size: the number of ranks.
         timeout: the seconds that a rank waits for others by default.
+        rules: how operations of ranks match and wait; None: messages match by their tags.
 
     Attributes:
         tells_last_calls: a deadlock names the last call of ranks that have returned.
@@ -51,8 +54,11 @@ class ThreadWorld:
         aborted: by the name of a group, the rank that has aborted it, and why.
     """
 
-    def __init__(self, order: RankOrder, size: int, timeout: float) -> None:
+    def __init__(
+        self, order: RankOrder, size: int, timeout: float, rules: RankRules | None = None
+    ) -> None:
         self.order = order
+        self.rules = TaggedMessages() if rules is None else rules
         self.size = size
         self.timeout = timeout
         self.sightings = [LastSeen() for _ in range(size)]
@@ -101,7 +107,8 @@ class ThreadWorld:
             self._finished.add(rank)
             waits = list(self._all_waits())
             if any(self._needs(wait, rank) for wait in waits) or (
-                self._conditions and any(self._is_stuck(wait.call.rank, wait) for wait in waits)
+                (self._conditions or self.rules.has_queues)
+                and any(self._is_stuck(wait.call.rank, wait) for wait in waits)
             ):
                 self._declare_deadlock(rank)
 
@@ -152,8 +159,50 @@ class ThreadWorld:
         if self.order.has_clocks:
             pending.came_s = max(pending.came_s, self.order.clock(call.rank))
 
-    def complete(self, pending: Pending) -> None:
-        """Wake the ranks that wait for ``pending``."""
+    def open_communicator(
+        self,
+        group: str,
+        ranks: Sequence[int],
+        pair: tuple[int, int] | None,
+        call: CollectiveCall,
+        limit_s: float,
+    ) -> None:
+        """Hold a rank before an operation until others have come, where the rules ask for that."""
+        if not self.rules.has_queues:
+            return
+        with self.lock:
+            pending = self.rules.communicator(group, ranks, pair, call.rank)
+            if pending is None:
+                return
+            self.admit(call)
+            self.join(pending, call)
+        if not pending.absent:
+            self.complete(pending)
+        self.wait(pending, call, None, limit_s)
+
+    @contextmanager
+    def batch(self, rank: int) -> Iterator[None]:
+        """The messages that a rank issues in the body are one operation."""
+        with self.lock:
+            self.rules.begin_batch(rank)
+        try:
+            yield
+        finally:
+            with self.lock:
+                ready = self.rules.end_batch(rank)
+            self.carry_out(ready)
+
+    def carry_out(self, ready: Sequence[Pending]) -> None:
+        """Do what operations were joined for, and then what has waited for them."""
+        while ready:
+            following: list[Pending] = []
+            for pending in ready:
+                pending.carry_out(pending)
+                following += self.complete(pending)
+            ready = following
+
+    def complete(self, pending: Pending) -> Sequence[Pending]:
+        """Wake the ranks that wait for ``pending``; what can be carried out now."""
         with self.lock:
             pending.complete = True
             for rank in pending.expected:
@@ -163,6 +212,7 @@ class ThreadWorld:
                     del waits[thread]
                 if threads:
                     self.order.wake(rank, threads)
+            return self.rules.completed(pending)
 
     def is_complete(self, pending: Pending, rank: int) -> bool:
         """Whether a wait of this rank for ``pending`` would return, or raise, at once."""
@@ -253,9 +303,10 @@ class ThreadWorld:
             raise self._explained(error, rank) if timeout is None else error
 
     def _late(self, pending: Pending) -> list[int]:
-        """The missing ranks that have had a turn; all missing ranks if none has."""
+        """The missing ranks that have had a turn, or those whose queues hold it, or else all."""
         others_first = {rank for rank in pending.absent if self.order.is_next(rank)}
-        return sorted(pending.absent - others_first or pending.absent)
+        late = pending.absent - others_first
+        return sorted(late or self.rules.holders(pending) or pending.absent)
 
     def admit(self, call: CollectiveCall) -> None:
         """Refuse a call of a rank whose world has ended; needs the lock."""
@@ -291,8 +342,9 @@ class ThreadWorld:
 
         A rank needs all ranks that it waits for, so any cycle is a deadlock.
         """
-        if self._conditions or self._has_workers():
-            return not self._may_end(wait, self._ranks_that_may_go_on())
+        if self._conditions or self.rules.has_queues or self._has_workers():
+            going = self._ranks_that_may_go_on()
+            return not self._may_end(wait, going, self.rules.able(going))
         if not self._finished.isdisjoint(wait.pending.absent):
             return True
         seen: set[int] = set()
@@ -329,35 +381,42 @@ class ThreadWorld:
             and (not self._waits[rank] or self._threads[rank].may_go_on(self._waits[rank]))
         }
         while True:
+            able = self.rules.able(going)
             more = {
                 rank
                 for rank in range(self.size)
                 if rank not in going
                 and rank not in self._finished
-                and any(self._may_end(wait, going) for wait in self._waits[rank].values())
+                and any(self._may_end(wait, going, able) for wait in self._waits[rank].values())
             }
             if not more:
                 return going
             going |= more
 
-    def _may_end(self, wait: RankWait, going: set[int]) -> bool:
+    def _may_end(self, wait: RankWait, going: set[int], able: Callable[[Pending], bool]) -> bool:
         """Whether a wait may end, if these ranks go on."""
         pending = wait.pending
         if pending.complete or wait.has_own_timeout:
             return True
         if isinstance(pending, PendingCondition):
             return not going.isdisjoint(pending.others)
-        return pending.absent <= going
+        return able(pending)
+
+    def _missing(self, wait: RankWait) -> list[int]:
+        """The other ranks that a wait is for."""
+        rank, pending = wait.call.rank, wait.pending
+        late = [other for other in self._late(pending) if other != rank]
+        return late or [other for other in pending.expected if other != rank]
 
     def _declare_deadlock(self, rank: int) -> None:
         """Fail with who waits for whom; ``rank`` has found it."""
-        waits = {
-            wait.call.rank: (str(wait.call), self._late(wait.pending)) for wait in self._all_waits()
-        }
+        stuck = {wait.call.rank: wait for wait in self._all_waits()}
+        waits = {r: (str(wait.call), self._missing(wait)) for r, wait in stuck.items()}
+        reasons = {r: self.rules.reason(wait.pending) for r, wait in stuck.items()}
         calls = {other: self.sightings[other].call for other in self._finished}
         last_calls = {other: str(call) for other, call in calls.items() if call is not None}
         shown = last_calls if self.tells_last_calls else {}
-        self._fail(rank, DeadlockError(waits, self._finished, shown))
+        self._fail(rank, DeadlockError(waits, self._finished, shown, reasons))
 
     def _explained(self, error: CommTimeout, reporter: int) -> CommTimeout:
         """Add what the ranks at the root of the waits do to ``error``; needs the lock."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from echelon.errors import WorldError
+from echelon.process import time_limits
 
 LOOPBACK = "127.0.0.1"
 
@@ -42,12 +43,16 @@ class NativeEngine(NamedTuple):
     """An engine with collectives.
 
     Attributes:
-        shut_down: ends it; called with whether the job has failed.
+        shut_down: ends it; the argument says whether the job failed.
+        abort: ends what it has begun, so that nothing on the device waits for another rank.
+        queues: whether calls wait on the device and not on the host.
         averages: whether its reductions have means of floating-point numbers.
     """
 
     engine: Engine
     shut_down: Callable[[bool], None]
+    abort: Callable[[], None] = lambda: None
+    queues: bool = False
     averages: bool = False
 
 
@@ -105,12 +110,17 @@ def start_native(
         if not dist.is_nccl_available():
             raise WorldError("this build of torch has no NCCL: use backend 'gloo'")
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = limit + timedelta(seconds=time_limits.WATCHDOG_S)
+        options.is_high_priority_stream = True  # so that small messages overtake large kernels
+        options.group_name = dist.distributed_c10d.GroupName(name)  # in its reports
+        options.global_ranks_in_group = list(ranks)
         nccl = c10d.ProcessGroupNCCL(store, rank, len(ranks), options)
         # After a failure, peers may never answer, and a shutdown would wait for them.
         return NativeEngine(
             cast(Engine, nccl),
             lambda failed: nccl.abort() if failed else nccl.shutdown(),
+            abort=nccl.abort,
+            queues=True,
             averages=True,
         )
     if not dist.is_initialized():

@@ -28,8 +28,9 @@ from echelon.process.background_threads import run_in_background
 
 # Elements sent to and expected from each rank, where ranks may differ in them.
 Lengths = tuple[list[int], list[int]]
-# Makes the group of the given name and ranks (in the job); all of these call it.
-Connect = Callable[[str, tuple[int, ...]], "TorchGroup"]
+# Makes the group of the given name and ranks (in the job), with tensors on the given device; all of
+# these ranks call it.
+Connect = Callable[[str, tuple[int, ...], torch.device], "TorchGroup"]
 
 
 @final
@@ -106,7 +107,7 @@ class TorchGroup(Group):
 
     @final
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int]
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
     ) -> TorchGroup | None:
         self._job.check()
         if self._agreement is not None:
@@ -116,7 +117,7 @@ class TorchGroup(Group):
         start_s = time.monotonic()
         others = tuple(member for member in members if member != self.rank)
         try:
-            return self._connect(name, tuple(self.ranks[member] for member in members))
+            return self._connect(name, tuple(self.ranks[member] for member in members), device)
         except PeerLost as lost:
             # ``lost`` counts ranks in the new group, and the record in this group.
             missing = tuple(members[rank] for rank in lost.missing) or others

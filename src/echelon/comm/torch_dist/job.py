@@ -13,6 +13,7 @@ from typing import TypeVar, final
 from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.torch_dist.peers import PeerLost
+from echelon.comm.torch_dist.stall_watch import StallWatch
 from echelon.diagnosis.failure_record import FailureRecord, Reason
 from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor
@@ -49,6 +50,7 @@ class Job:
         self._is_closed = False
         self._sever: list[Callable[[], None]] = []
         self._drop: list[Callable[[bool], None]] = []
+        self.stalls = StallWatch(self.rank, store)
         disown_in_forks(self)
 
     def disown(self) -> None:
@@ -146,6 +148,20 @@ class Job:
             step()
         return error
 
+    def give_up(self, error: CommError, report: FailureRecord) -> None:
+        """Have this rank fail with ``error``, tell the others, and break all its connections."""
+        with self._lock:
+            if self.failure is None:
+                if isinstance(error, CommTimeout):
+                    self.monitor.give_up(error.missing)
+                    error = self.monitor.explained(error)
+                    self._stay_for -= len(error.missing) if isinstance(error, CommTimeout) else 0
+                self.failure = error
+                self._post(report)
+            sever = list(self._sever)
+        for step in sever:
+            step()
+
     def close(self, error: BaseException | None) -> None:
         """End all groups of this rank and tell the others why. A second call does nothing."""
         with self._lock:
@@ -159,6 +175,7 @@ class Job:
             else:
                 self._post(FailureRecord(rank=self.rank, reason=Reason.LEFT))
             failed = error is not None or self.failure is not None
+        self.stalls.end()
         if failed:
             for step in self._sever:
                 step()

@@ -6,7 +6,8 @@ the engine and a division. Reductions that engines do not have (uint16,
 bitwise, product of complex numbers and the like) are a gather and a local reduction in rank order.
 Data that is only moved travels as bytes, so every dtype works.
 
-On CUDA, work is queued: ``wait`` orders the current stream behind it and returns at once.
+On CUDA, work is queued: ``wait`` orders the current stream behind it and returns at once, and
+``stall_watch`` tells of ranks that do not come.
 Messages between two ranks match in the order of issue, whatever their tags: NCCL has none.
 """
 
@@ -38,9 +39,18 @@ from echelon.comm.torch_dist.engines import Engine, EngineWork, NativeEngine
 from echelon.comm.torch_dist.group import GroupSpec, Lengths, TorchGroup
 from echelon.comm.torch_dist.peers import PeerLost, Peers
 from echelon.comm.torch_dist.signature_check import Agreement
+from echelon.comm.torch_dist.stall_watch import Started
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
-from echelon.errors import CommError, CommTimeout, StateError, UnsupportedError
+from echelon.diagnosis.failure_record import FailureRecord
+from echelon.diagnosis.stalled_calls import Stall
+from echelon.errors import (
+    CollectiveMismatch,
+    CommError,
+    CommTimeout,
+    StateError,
+    UnsupportedError,
+)
 
 _OPS = {
     "sum": c10d.ReduceOp.SUM,
@@ -57,6 +67,10 @@ _REDUCED = {
 _AVERAGED = (torch.float64, torch.float32, torch.bfloat16)
 _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 _POLL_S = 0.0005
+_ALL_HAVE_ISSUED = (
+    "All ranks have issued all collectives of this group. So a device or the network between them "
+    "does not go on, or the ranks launch the collectives of two groups in different orders."
+)
 
 
 @final
@@ -107,6 +121,7 @@ class NativeGroup(TorchGroup):
         check_peers: compare the calls of all ranks before each collective; None: nothing does.
     """
 
+    has_tags = False
     # NCCL's reduce needs no memory for the data of all ranks, and sends each element once.
     overrides = frozenset({Reduce})
 
@@ -115,10 +130,12 @@ class NativeGroup(TorchGroup):
     ) -> None:
         super().__init__(spec, None if check_peers is None else Agreement(check_peers, spec.ranks))
         self._engine: Engine | None = native.engine
-        self._shut_down, self._averages = native.shut_down, native.averages
+        self._shut_down, self._abort = native.shut_down, native.abort
+        self._averages = native.averages
         self._check_peers = check_peers
         self._others = tuple(rank for rank in self.ranks if rank != spec.job.rank)
-        spec.job.join(lambda: None if check_peers is None else check_peers.sever(), self._drop)
+        self._watch = spec.job.stalls.join(self) if native.queues else None
+        spec.job.join(self._sever, self._drop)
 
     def _kept_in_forks(self) -> Sequence[object]:
         return (self._engine,)
@@ -331,6 +348,8 @@ class NativeGroup(TorchGroup):
             works = start(self._engine)
         except RuntimeError as error:
             raise translate(error) from error
+        if self._watch is not None:
+            self._watch(call, works)
         return NativeWork(call, works, translate, self._others)
 
     def _synchronize(self, call: CollectiveCall, lengths: Lengths | None = None) -> None:
@@ -342,6 +361,39 @@ class NativeGroup(TorchGroup):
             self._agreement.check(call, lengths)
         except PeerLost as lost:
             raise self._diagnose(call, lost, start_s, lengths) from lost.__cause__
+
+    # Failures --------------------------------------------------------------------------------
+
+    def end_stall(self, started: Started, stall: Stall) -> None:
+        """Have this rank fail, because its device waits for others; see ``stall_watch``."""
+        call, seconds = started.call, time.monotonic() - started.start_s
+        peer = call.signature.root if call.signature.op in ("send", "recv") else None
+        missing = stall.missing + stall.silent
+        if stall.call is None and peer is not None:
+            missing = (self.ranks[peer],)
+        report = FailureRecord.of_call(call, late=True, missing=missing, seconds=seconds)
+        what, others = str(call), ""
+        if stall.call is not None:
+            what = f"{stall.call.signature} (#{stall.call.position} of group {self.name!r}) at "
+            what += stall.call.place
+        elif peer is None:
+            others = _ALL_HAVE_ISSUED
+        error: CommError = CommTimeout(what, missing, seconds, others)
+        if stall.call is not None and stall.different:
+            error = CollectiveMismatch(self.name, stall.call.position, stall.different)
+        self._job.give_up(error, report)
+
+    def look(self, started: Started) -> None:
+        """Have this rank fail if another one of the group has."""
+        try:
+            self._job.look(self.ranks)
+        except PeerLost as lost:
+            self._diagnose(started.call, lost, started.start_s)
+
+    def _sever(self) -> None:
+        if self._check_peers is not None:
+            self._check_peers.sever()
+        self._abort()
 
     def _drop(self, failed: bool) -> None:
         self._engine = None

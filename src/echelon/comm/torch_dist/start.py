@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import cast, final
@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import Secret
 from echelon.comm.start_facts import agree, start_facts
+from echelon.comm.streams import device_of
 from echelon.comm.torch_dist.engines import (
     Engine,
     NativeEngine,
@@ -248,6 +249,7 @@ class GroupFactory:
             return PeerGroup(spec, peers, check=self.check)
         check_peers = self._check_peers(name, ranks)
         self._await_peers(store, ranks, on_wait)
+        self._claim_device(name)
         native = start_native(
             self.backend, store, name, ranks, ranks.index(self.job.rank), self._limit
         )
@@ -259,14 +261,41 @@ class GroupFactory:
         """The group of ``ranks`` (in the job) over their process group; all of them call it."""
         spec = self._spec(name, ranks)
         if self.backend != "gloo":
-            averages = self.backend == "nccl"
-            native = NativeEngine(cast(Engine, process_group), leave_running, averages)
+            native = NativeEngine(
+                cast(Engine, process_group),
+                leave_running,
+                abort=process_group.abort,
+                queues=not device_of(self.device).is_host,
+                averages=self.backend == "nccl",
+            )
             return NativeGroup(spec, native, self._check_peers(name, ranks))
         peers = self._peers(cpu_engine(process_group), ranks, partial(self._record_wait, ranks))
         if intruders := self._strangers(peers, self._store(name), name, ranks, trial=0):
             peers.close()
             raise self._authentication_error(name, ranks, intruders)
         return PeerGroup(spec, peers, check=self.check)
+
+    def _claim_device(self, name: str) -> None:
+        """Refuse the device of another rank, for which NCCL would say something or hang.
+
+        Raises:
+            WorldError: names the rank that has it.
+        """
+        identity = device_of(self.device).identity()
+        if identity is None or self.backend != "nccl":
+            return
+        key = f"device/{name}/{identity}"
+        number = self.job.store.add(key, 1)
+        if number == 1:
+            self.job.store.set(f"{key}/rank", str(self.job.rank))
+            return
+        other = self.job.store.get(f"{key}/rank").decode()
+        raise WorldError(
+            f"ranks {other} and {self.job.rank} have one device, {device_of(self.device).name()} "
+            f"({identity}), and NCCL takes one rank on each: start no more ranks on a host than it "
+            "has devices, leave each rank its own in CUDA_VISIBLE_DEVICES, or say "
+            "ec.init('gloo')"
+        )
 
     def _check_peers(self, name: str, ranks: tuple[int, ...]) -> Peers | None:
         """The peers that compare the calls of a native group; None if calls are not compared."""
@@ -362,7 +391,14 @@ class GroupFactory:
         return c10d.PrefixStore(f"group/{name}", self.job.store)
 
     def _spec(self, name: str, ranks: tuple[int, ...]) -> GroupSpec:
-        return GroupSpec(self.job, name, ranks, self.device, self.timeout, self.make)
+        return GroupSpec(self.job, name, ranks, self.device, self.timeout, self._make_on)
+
+    def _make_on(self, name: str, ranks: tuple[int, ...], device: torch.device) -> TorchGroup:
+        """The group of ``ranks`` on ``device``: on another one than this job's, over gloo."""
+        factory = self
+        if device != self.device:
+            factory = replace(self, backend="gloo", device=device)
+        return factory.make(name, ranks)
 
     @property
     def _limit(self) -> timedelta:

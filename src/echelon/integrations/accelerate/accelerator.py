@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from echelon.c10d.default_group import start_default_group
 from echelon.checkpoint.api import load, save_as, steps
 from echelon.checkpoint.place import Folder
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.fsdp import FSDP
@@ -84,7 +84,7 @@ class EchelonAccelerator(Accelerator):
             )
         if isinstance(plan, Plan):
             plan.check_world(self.world)
-        if is_cpu(self.world.device):
+        if device_of(self.world.device).is_host:
             start_default_group(self.world.group.timeout)
             kwargs.setdefault("cpu", True)
         super().__init__(*args, **kwargs)

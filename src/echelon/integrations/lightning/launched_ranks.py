@@ -19,7 +19,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_
 from lightning_utilities.core import rank_zero as rank_zero_of_utilities
 
 import echelon.c10d
-from echelon.comm.streams import is_cpu
+from echelon.comm.streams import device_of
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, UnsupportedError, WorldError
 from echelon.launch.run import init
@@ -70,7 +70,9 @@ class LaunchedRanks:
                     f"`echelon run --ranks {asked} train.py`, torchrun or srun"
                 )
             return
-        if len(self.parallel_devices) == 1 and is_cpu(self.parallel_devices[0]):  # as by "auto"
+        if (
+            len(self.parallel_devices) == 1 and device_of(self.parallel_devices[0]).is_host
+        ):  # as by "auto"
             self.parallel_devices = self.parallel_devices * self._job.local_size
         if len(self.parallel_devices) != self._job.local_size:
             raise ArgumentError(
@@ -94,7 +96,7 @@ class LaunchedRanks:
                 "Lightning keeps the rank of a process in its globals, so ranks must be processes: "
                 "use `echelon run --world processes`"
             )
-        if is_cpu(world.device) != is_cpu(self.root_device):
+        if device_of(world.device).is_host != device_of(self.root_device).is_host:
             raise UnsupportedError(
                 f"Lightning uses {self.root_device} and echelon {world.device}: give the Trainer "
                 "an accelerator that is of this device, or hide the others (CUDA_VISIBLE_DEVICES=)"

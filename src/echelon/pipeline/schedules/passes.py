@@ -40,6 +40,7 @@ def lower(
     gather: Sequence[int] | None = None,
     window_nbytes: int | None = None,
     reduce: bool = True,
+    in_order: bool = False,
 ) -> Schedule:
     """Run all passes, then check all rules.
 
@@ -50,6 +51,8 @@ def lower(
         window_nbytes: how many of them may be unsharded on a rank at once; all of its stages if
             None.
         reduce: whether gradients are reduced over replicas of the stages.
+        in_order: messages have no tags, or wait for those issued before them: see
+            ``add_transfers``.
 
     Raises:
         ArgumentError: an argument is not what it must be.
@@ -62,12 +65,13 @@ def lower(
         rank 1 | 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD
     """
     checks.flag("reduce", reduce)
+    checks.flag("in_order", in_order)
     if gather is not None:
         checks.integers("gather", gather)
     if window_nbytes is not None:
         checks.integer("window_nbytes", window_nbytes)
     check(schedule)
-    lowered = add_transfers(schedule, costs)
+    lowered = add_transfers(schedule, costs, in_order=in_order)
     if reduce and schedule.has_backward:
         lowered = add_reductions(lowered)
     if gather is not None:
@@ -79,12 +83,16 @@ def lower(
 # --- transfers -----------------------------------------------------------------------------------
 
 
-def add_transfers(schedule: Schedule, costs: CostsByName | None = None) -> Schedule:
-    """Add sends and receives, in the better of two orders.
+def add_transfers(
+    schedule: Schedule, costs: CostsByName | None = None, *, in_order: bool = False
+) -> Schedule:
+    """Add sends and receives, in the better of two orders, or ``in_order`` by sender.
 
     *By sender*: computations are taken in the order in which they end in the simulation. A send is
     appended to the list of its rank and at the same time its receive to that of the other rank. So
-    every list follows one global order, whose first action that has not run can always run.
+    every list follows one global order, whose first action that has not run can always run. This
+    holds also where messages have no tags, where their first use holds both ranks, and where one
+    queue serves a rank: all that it needs is before it in the global order.
 
     *By arrival*: transfers of two ranks are ordered by their arrival in the simulation, and a
     receive is posted at most four computations before its consumer, so that fewer buffers wait.
@@ -96,6 +104,8 @@ def add_transfers(schedule: Schedule, costs: CostsByName | None = None) -> Sched
     order = _by_end(schedule, costs)
     routes = _routes(schedule, order)
     by_sender = _by_sender(schedule, order, routes)
+    if in_order:
+        return by_sender
     by_arrival = _by_arrival(schedule, routes)
     try:
         check(by_arrival)
@@ -358,18 +368,29 @@ _lock = threading.Lock()
 
 
 def lower_once(
-    schedule: Schedule, *, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
+    schedule: Schedule,
+    *,
+    gather: tuple[int, ...] | None,
+    window_nbytes: int | None,
+    reduce: bool,
+    in_order: bool,
 ) -> Schedule:
     """``lower``, done once for all simulated ranks, which call this at the same time."""
     with _lock:
-        return _lower(schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce)
+        return _lower(schedule, gather, window_nbytes, reduce, in_order)
 
 
 @lru_cache(maxsize=16)
 def _lower(
-    schedule: Schedule, *, gather: tuple[int, ...] | None, window_nbytes: int | None, reduce: bool
+    schedule: Schedule,
+    gather: tuple[int, ...] | None,
+    window_nbytes: int | None,
+    reduce: bool,
+    in_order: bool,
 ) -> Schedule:
-    return lower(schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce)
+    return lower(
+        schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce, in_order=in_order
+    )
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from echelon.comm import streams
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 from echelon.pipeline.splitting.submodule import Blocks, Submodule
 from echelon.pipeline.stage import Stage
@@ -89,7 +89,7 @@ def seconds(blocks: Blocks, example: tuple[Any, ...], device: torch.device) -> l
         submodule = blocks.submodule(index, index + 1)
         key = _cost_key(submodule, value)
         if key not in timed:
-            with streams.seeded(device, 0):
+            with device_of(device).seeded(0):
                 timed[key] = _time(_copy_on(submodule, device), value, device)
         seconds_of_block, value = timed[key]
         times.append(seconds_of_block)
@@ -101,13 +101,13 @@ def _time(submodule: nn.Module, value: Any, device: torch.device) -> tuple[float
     stage = Stage(submodule, 0)
     times = []
     for _ in range(_RUNS + 1):
-        streams.synchronize(device)
+        device_of(device).synchronize()
         start = time.perf_counter()
         with torch.enable_grad():
             output = stage.forward(0, value, {})
         output.require_grad()
         stage.backward(0, [torch.ones_like(y) for y in output.tensors if y.requires_grad])
-        streams.synchronize(device)
+        device_of(device).synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]), output.unflatten()
 

@@ -1,0 +1,211 @@
+"""What hangs over NCCL alone is named under its rules, and runs under those of gloo."""
+
+import itertools
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import echelon as ec
+from echelon.comm.world import World
+from echelon.launch.program import Program
+from echelon.launch.simulated_job import run_threads
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "nccl_hangs.py"
+RANKS = 4
+
+
+def run_script(name: str, rules: str | None, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return run_threads(Program(str(SCRIPT)), [name], RANKS, rules=rules)
+
+
+def lines_of(name: str) -> list[int]:
+    """The lines of a program at which ranks hang: those with a comment, or of async collectives."""
+    lines = SCRIPT.read_text().splitlines()
+    start = lines.index(f"def {name}() -> None:")
+    end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith(("def ", "PROGRAMS")))
+    marks = (
+        ("# hangs here", "# and here", "second = ") if name == "groups" else ("# hangs", "# and")
+    )
+    return [i + 1 for i in range(start, end) if any(mark in lines[i] for mark in marks)]
+
+
+@pytest.mark.parametrize("name", ["opposite", "ring", "groups", "late", "objects"])
+def test_a_program_that_hangs_over_nccl_alone_is_named_with_both_lines_within_a_second(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_script(name, None, monkeypatch) == 0  # which also imports what it needs
+    capsys.readouterr()
+    start_s = time.perf_counter()
+    assert run_script(name, "nccl", monkeypatch) == 1
+    assert time.perf_counter() - start_s < 30.0  # a busy machine; 0.02 s on an idle one
+    said = capsys.readouterr().err
+    assert said.startswith("deadlock: no rank can go on") or "\ndeadlock: no rank" in said
+    lines = lines_of(name)
+    assert lines
+    for line in lines:
+        assert f"nccl_hangs.py:{line} in {name}" in said
+
+
+def test_a_batch_of_messages_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_script("batched", "nccl", monkeypatch) == 0
+
+
+def test_messages_of_a_pair_match_in_the_order_of_issue_and_never_silently_across_tags() -> None:
+    def main(world: World) -> list[float]:
+        parts = [torch.tensor([float(tag)]) for tag in (1, 2)]
+        if world.rank == 0:
+            works = [world.group.isend(part, 1, tag) for tag, part in enumerate(parts)]
+        else:
+            works = [world.group.irecv(parts[tag], 0, tag) for tag in (1, 0)]
+        for work in works:
+            work.wait()
+        return [part.item() for part in parts]
+
+    assert ec.run(main, 2)[1] == [1.0, 2.0]
+    with pytest.raises(ec.CollectiveMismatch, match="order of issue") as caught:
+        ec.run(main, 2, rules="nccl")
+    assert "tag 0" in str(caught.value)
+    assert "tag 1" in str(caught.value)
+
+
+def test_a_group_whose_ranks_do_not_all_come_holds_those_of_its_first_batch() -> None:
+    def main() -> None:
+        dist.init_process_group("gloo")
+        rank, message = dist.get_rank(), torch.ones(1)
+        if rank < 2:
+            operation = dist.isend if rank else dist.irecv
+            for work in dist.batch_isend_irecv([dist.P2POp(operation, message, 1 - rank)]):
+                work.wait()
+
+    ec.run(main, 3)
+    with pytest.raises(ec.DeadlockError, match="first use of a group holds ranks 0, 1, 2"):
+        ec.run(main, 3, rules="nccl")
+
+
+def test_a_receive_from_any_rank_is_refused() -> None:
+    def main() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank():
+            dist.recv(torch.empty(1))
+        else:
+            dist.send(torch.ones(1), 1)
+
+    ec.run(main, 2)
+    with pytest.raises(ec.UnsupportedError, match="give recv the rank"):
+        ec.run(main, 2, rules="nccl")
+
+
+def test_an_abort_frees_ranks_whose_operation_waits_in_a_queue() -> None:
+    def main() -> str:
+        dist.init_process_group("gloo")
+        pair, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+        dist.all_reduce(torch.ones(1))
+        match dist.get_rank():
+            case 0:
+                behind = dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 2)])
+                waits = dist.all_reduce(torch.ones(1), group=pair, async_op=True)
+                store.set("issued", "")
+                try:
+                    waits.wait()
+                except ec.RankFailed as error:
+                    store.set("failed", "")
+                    behind[0].wait()
+                    return str(error)
+            case 1:
+                dist.all_reduce(torch.ones(1), group=pair, async_op=True)
+                store.wait(["issued"])
+                pair.abort()
+            case 2:
+                store.wait(["failed"])
+                dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(1), 0)])[0].wait()
+        return ""
+
+    assert "rank 1 aborted" in ec.run(main, 3, rules="nccl")[0]
+
+
+def test_rules_are_for_simulated_ranks_and_have_a_name() -> None:
+    with pytest.raises(ec.ArgumentError, match="for simulated ranks"):
+        ec.run(print, 2, "processes", rules="nccl")
+    with pytest.raises(ec.ArgumentError, match="rules is 'mpi'"):
+        ec.run(print, 2, rules="mpi")
+
+
+def test_windows_do_not_reach_peers_as_over_nccl() -> None:
+    def main(world: World) -> bool:
+        window = world.group.window(4)
+        return world.group.shares_memory or window.shared
+
+    assert ec.run(main, 2, rules="nccl") == [False, False]
+    assert ec.run(main, 2) == [True, True]
+
+
+# --- programs by chance ---------------------------------------------------------------------------
+
+_Message = tuple[str, int]  # "send" or "recv", and the peer
+
+
+def draw(seed: int) -> list[list[_Message]]:
+    """The messages of three ranks, in an order by chance; every send has its receive."""
+    chance = random.Random(seed)
+    lists: list[list[_Message]] = [[], [], []]
+    for _ in range(chance.randint(1, 5)):
+        src, dst = chance.sample(range(3), 2)
+        for rank, message in ((src, ("send", dst)), (dst, ("recv", src))):
+            place = len(lists[rank])
+            if chance.random() < 0.4:
+                place = chance.randint(0, place)
+            lists[rank].insert(place, message)
+    return lists
+
+
+def ends_with_one_queue(lists: list[list[_Message]]) -> bool:
+    """Whether the heads of the lists can be taken off, two that match at a time."""
+    lists = [list(messages) for messages in lists]
+    has_moved = True
+    while has_moved and any(lists):
+        has_moved = False
+        for src, dst in itertools.permutations(range(3), 2):
+            if lists[src][:1] == [("send", dst)] and lists[dst][:1] == [("recv", src)]:
+                del lists[src][0], lists[dst][0]
+                has_moved = True
+    return not any(lists)
+
+
+def post(world: World, lists: list[list[_Message]]) -> None:
+    """Issue the messages of this rank, whose pairs are warm, and then wait for all."""
+    for first, second in itertools.combinations(range(3), 2):
+        if world.rank == first:
+            world.group.send(torch.ones(1), second)
+        elif world.rank == second:
+            world.group.recv(torch.empty(1), first)
+    works: list[Any] = []
+    for op, peer in lists[world.rank]:
+        if op == "send":
+            works.append(world.group.isend(torch.ones(1), peer))
+        else:
+            works.append(world.group.irecv(torch.empty(1), peer))
+    for work in works:
+        work.wait()
+
+
+def test_programs_by_chance_hang_if_and_only_if_their_queues_form_a_circle() -> None:
+    verdicts = {True: 0, False: 0}
+    for seed in range(120):
+        lists = draw(seed)
+        ends = ends_with_one_queue(lists)
+        verdicts[ends] += 1
+        ec.run(post, 3, args=(lists,))
+        if ends:
+            ec.run(post, 3, args=(lists,), rules="nccl")
+        else:
+            with pytest.raises(ec.DeadlockError):
+                ec.run(post, 3, args=(lists,), rules="nccl")
+    assert min(verdicts.values()) >= 20

@@ -1,0 +1,214 @@
+"""The detector of one rank: its lines, its memories, what was found, and where the host waited."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+from tests.device.clocks import Access, Finding, Line, Memory, Operation, Point, Ranges
+
+_SOURCE = str(Path(__file__).parents[2] / "src")
+_HERE = str(Path(__file__).parent)
+
+Part = tuple[Memory, Ranges]  # the bytes of a tensor
+
+
+@final
+class Thread:
+    """A thread of the host, and the stream that is current in it."""
+
+    def __init__(self, line: Line, current: Line) -> None:
+        self.line, self.current = line, current
+
+
+@final
+class Detector:
+    """Watches one rank.
+
+    Args:
+        costs: the time of an operation, by its name and the bytes that it writes; None: nothing
+            takes time.
+        dropped: a place, as ``places`` has them, at which waits are left out.
+
+    Attributes:
+        findings: the races, without repetitions.
+        host_waits: how often the host waited for a device, by place.
+        places: how often a wait was issued, by place.
+        foreign: the streams that a thread used which is not that of the rank.
+        mixed: the places at which an operator got tensors of both memories.
+    """
+
+    def __init__(
+        self,
+        name: str = "rank 0",
+        *,
+        costs: Callable[[str, int], float] | None = None,
+        dropped: str | None = None,
+    ) -> None:
+        self.name = name
+        self.findings: list[Finding] = []
+        self.host_waits: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+        self.foreign: Counter[str] = Counter()
+        self.mixed: Counter[str] = Counter()
+        self.dropped = dropped
+        self._costs = costs
+        self._known: set[tuple[str, Operation, Operation]] = set()
+        self._given_back: dict[Line, list[Memory]] = {}  # in use when it was; by pool
+        self._communicators: dict[object, Line] = {}
+        self.default = Line("the default stream")
+        self._streams = [self.default]
+        self._owner = threading.get_ident()
+        self._threads = {self._owner: Thread(Line("the host"), self.default)}
+
+    # Lines -----------------------------------------------------------------------------------
+
+    @property
+    def thread(self) -> Thread:
+        """The thread that asks; that of the rank, where the garbage collector runs in another."""
+        return self._threads.get(threading.get_ident(), self._threads[self._owner])
+
+    @property
+    def current(self) -> Line:
+        """The stream that is current in the thread that asks."""
+        return self.thread.current
+
+    @property
+    def host(self) -> Line:
+        """The thread of the host that asks."""
+        return self.thread.line
+
+    def begin_thread(self, start: Point) -> None:
+        """The thread that asks begins after ``start``; the default stream is current in it."""
+        line = Line(f"thread {len(self._threads)} of the host")
+        line.join(start)
+        self._threads[threading.get_ident()] = Thread(line, self.default)
+
+    def end_thread(self) -> Point:
+        """The thread that asks ends."""
+        return self._threads.pop(threading.get_ident()).line.now()
+
+    def new_stream(self) -> Line:
+        """A stream beside the current one."""
+        self._streams.append(Line(f"stream {len(self._streams)}"))
+        return self._streams[-1]
+
+    def all_streams(self) -> list[Line]:
+        """All streams of the device."""
+        return list(self._streams)
+
+    def communicator(self, key: object) -> Line:
+        """The line of a communicator."""
+        if key not in self._communicators:
+            self._communicators[key] = Line(f"communicator {key}")
+        return self._communicators[key]
+
+    def end_of_all(self) -> float:
+        """When all that was issued is over; everything that follows begins then."""
+        lines = [*self._streams, *self._communicators.values(), self.host]
+        end = max(line.time for line in lines)
+        for line in lines:
+            line.time = end
+        return end
+
+    @contextmanager
+    def as_current(self, line: Line) -> Iterator[None]:
+        """Make a stream current in the body."""
+        thread = self.thread
+        before, thread.current = thread.current, line
+        try:
+            yield
+        finally:
+            thread.current = before
+
+    # Order -----------------------------------------------------------------------------------
+
+    def wait(self, line: Line, point: Point) -> None:
+        """Let a stream wait, unless this is the place at which that is left out."""
+        place = place_of_call()
+        self.places[place] += 1
+        if place != self.dropped:
+            line.join(point)
+
+    def wait_on_host(self, point: Point) -> None:
+        """Let the host wait for a device, likewise."""
+        place = place_of_call()
+        self.places[place] += 1
+        self.host_waits[place] += 1
+        if place != self.dropped:
+            self.host.join(point)
+
+    def read_on_host(self, point: Point) -> None:
+        """Let the host wait for a value that it reads, which no place can leave out."""
+        self.host_waits[place_of_call()] += 1
+        self.host.join(point)
+
+    # Operations ------------------------------------------------------------------------------
+
+    def operate(
+        self, name: str, line: Line, reads: Sequence[Part] = (), writes: Sequence[Part] = ()
+    ) -> None:
+        """An operation that the host has launched on a line, or does itself."""
+        if line is not self.host:
+            line.join(self.host.now())  # it was launched after what the host has waited for
+            if threading.get_ident() != self._owner:
+                self.foreign[line.name] += 1
+        cost = 0.0
+        if self._costs is not None:
+            cost = self._costs(
+                name, sum(end - start for _, ranges in writes for start, end in ranges)
+            )
+        tick = line.operate(cost)
+        access = Access(line, tick, Operation(name, place_of_call(), line.name))
+        for memory, ranges in reads:
+            self._note(memory.touch(ranges, access, writes=False))
+        for memory, ranges in writes:
+            self._note(memory.touch(ranges, access, writes=True))
+
+    def free(self, memory: Memory) -> None:
+        """Memory was given back."""
+        if memory.pool is not None and memory.uses_after():
+            self._given_back.setdefault(memory.pool, []).append(memory)
+
+    def allocate(self, pool: Line) -> None:
+        """A pool hands out memory; it may be any of its line."""
+        for memory in self._given_back.pop(pool, ()):
+            operation = Operation("allocation", place_of_call(), pool.name)
+            self._note(
+                [
+                    Finding("use after free", before, operation, memory.nbytes)
+                    for before in memory.uses_after()
+                ]
+            )
+
+    def still_used(self) -> list[Operation]:
+        """What may still use memory that was given back and was not handed out since."""
+        freed = [memory for each in self._given_back.values() for memory in each]
+        return [operation for memory in freed for operation in memory.uses_after()]
+
+    def _note(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            key = finding.kind, finding.first, finding.second
+            if key not in self._known:
+                self._known.add(key)
+                self.findings.append(finding)
+
+
+def place_of_call() -> str:
+    """The innermost line of the package outside of ``comm`` that is running, else of a test."""
+    frame: Any = sys._getframe(1)
+    outside = "unknown"
+    while frame is not None:
+        file: str = frame.f_code.co_filename
+        if file.startswith(_SOURCE):
+            if "/echelon/comm/" not in file:
+                return f"{file[len(_SOURCE) + 9 :]}:{frame.f_code.co_name}:{frame.f_lineno}"
+        elif outside == "unknown" and "/torch/" not in file and not file.startswith(_HERE):
+            outside = f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return outside
