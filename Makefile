@@ -33,7 +33,7 @@ help:
 	@echo "make check   format, lint, types and architecture"
 	@echo "make docs    the documentation site, in build/site"
 	@echo "make bench   echelon and its peers side by side, with ratios"
-	@echo "make gpu     tests and figures of one GPU, in 20 minutes, without a network"
+	@echo "make gpu     what one GPU can prove, in nine minutes, without a network"
 	@echo "make clean   remove $(VENV), caches and build outputs"
 
 demo: $(READY)

@@ -1,11 +1,12 @@
-"""What a machine with a GPU can say of echelon in twenty minutes, the most telling first.
+"""What a machine with one GPU can prove of echelon in nine minutes, the most telling first.
 
     make gpu                                        or
-    python3 benchmarks/gpu.py [--minutes 9] [--only steps] [--device cpu --tiny]
+    python3 benchmarks/gpu.py [--minutes 9] [--only smoke] [--device cpu --tiny] [--out FOLDER]
 
 For a bare machine without a network: it needs a Python with torch, installs nothing, and takes this
 checkout as it is. Each part runs in a process of its own with a limit of its own; what fails or
-hangs is noted, and the next one runs. ``gpu.json`` and ``gpu.md`` are written anew after each.
+hangs is noted, and the next one runs. ``gpu.json`` and ``gpu.md`` are written anew after each part,
+``gpu.log`` has what all parts have printed, and nothing is written outside of the folder ``--out``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gpu_page import page_of
 
@@ -29,8 +33,14 @@ __all__ = ["Part", "main", "parts_of", "run_part"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / ".gpu-packages"  # what the machine lacks, brought along; see docs/cuda.md
-NEEDED = ("numpy", "safetensors", "xxhash", "rich", "typer", "cloudpickle")
-TAIL = 3000  # characters of the output of a part that failed
+NEEDED = ("numpy", "safetensors", "xxhash", "rich", "typer")
+TAIL = 3000  # characters of the output of a part that failed, on the page and in the JSON
+KEPT = 400_000  # characters of the output of each part in the log
+MINUTES = 9.0
+RESERVE_S = 6.0  # to end what runs and to write the page
+SHARES = 4  # processes that run tests at the same time
+DEVICE_LOST = 75  # as in tests/cuda/lines.py, which a Python without torch cannot import
+STACK_S = 1.5  # for a process that is killed to print where it is
 
 PROBE = """
 import importlib.metadata as m, json, os, platform, sys
@@ -38,10 +48,6 @@ found = {"python": platform.python_version(), "executable": sys.executable, "cor
 import torch
 found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "machine": platform.machine()}
 found["available"] = torch.cuda.is_available()
-if found["available"]:
-    one = torch.cuda.get_device_properties(0)
-    found |= {"device": one.name, "device_bytes": one.total_memory}
-    found |= {"capability": f"{one.major}.{one.minor}", "nccl": str(torch.cuda.nccl.version())}
 versions = {}
 for name in NAMES:
     try: versions[name] = m.version(name)
@@ -49,97 +55,131 @@ for name in NAMES:
 print("RESULT " + json.dumps(found | {"packages": versions}))
 """
 
-# Most telling first. The names of steps are those of gpu_step.py.
-STEPS_FIRST = ("one process alone", "echelon FSDP", "FSDP2")
-STEPS_NEXT = ("echelon DDP", "PyTorch DDP")
-STEPS_LAST = (
-    "FSDP1",
-    "echelon FSDP, float32 parts",
-    "FSDP2, float32 parts",
-    "echelon FSDP, offloaded",
-    "FSDP2, offloaded",
-    "echelon FSDP, ZeRO-2",
-    "FSDP2, no reshard",
-)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """Something to run in a process of its own.
 
     Attributes:
-        name: on the page; begins with its kind, ``tests`` or ``steps``.
+        name: on the page.
+        stage: parts of one stage run at the same time.
         command: what follows the interpreter.
         limit_s: seconds after which it is killed.
+        resumes: whether it prints BEGIN and RESULT for each line, and goes on with ``--after``.
     """
 
     name: str
+    stage: str
     command: tuple[str, ...]
     limit_s: float
+    resumes: bool = False
 
 
-def parts_of(device: str, tiny: bool) -> list[Part]:
-    """All parts in their order."""
-    where = ("--device", device)
+def parts_of(device: str, tiny: bool, out: Path) -> list[Part]:
+    """All parts in their order: the first five minutes hold the verdict."""
+    where = ("--device", device, *(("--tiny",) if tiny else ()))
 
-    def tests(module: str, limit_s: float) -> Part:
-        return Part(f"tests {module}", ("-m", "tests.cuda", *where, f"test_{module}"), limit_s)
+    def script(name: str, limit_s: float, *more: str, resumes: bool = False) -> Part:
+        file = str(ROOT / "benchmarks" / f"gpu_{name.replace(' ', '_')}.py")
+        command = (file, *where, *more)
+        return Part(name=name, stage=name, command=command, limit_s=limit_s, resumes=resumes)
 
-    def steps(variant: str) -> Part:
-        size = ("--tiny",) if tiny else ()
-        script = str(ROOT / "benchmarks" / "gpu_step.py")
-        return Part(f"steps {variant}", (script, variant, *where, *size), 90.0)
+    def tests(name: str, *more: str) -> Part:
+        command = ("-m", "tests.cuda", "--device", device, *more)
+        return Part(name=name, stage="tests", command=command, limit_s=90.0, resumes=True)
 
+    # A try on the CPU takes a few tests: the suite runs all of them there.
+    count = SHARES if not tiny else 13 * SHARES
+    shares = [tests(f"tests {i + 1}", "--share", f"{i}/{count}") for i in range(SHARES)]
     return [
-        tests("fsdp", 240.0),
-        *map(steps, STEPS_FIRST),
-        tests("ddp", 90.0),
-        *map(steps, STEPS_NEXT),
-        tests("pipeline", 90.0),
-        tests("checkpoint", 90.0),
-        *map(steps, STEPS_LAST),
-        steps("profile"),
+        script("probe", 40.0),
+        script("smoke", 60.0, resumes=True),
+        *(shares[:1] if tiny else shares),
+        tests("tests under CSAN", "--sanitizer", "test_fsdp", "test_ddp"),
+        script("races", 70.0, resumes=True),
+        script("world of one", 90.0, resumes=True),
+        script("many ranks", 150.0, resumes=True),
+        script("features", 60.0, resumes=True),
+        script("traces", 60.0, resumes=True),
+        script("copies", 60.0, resumes=True),
     ]
 
 
-def run_part(part: Part, python: str, environ: dict[str, str], limit_s: float) -> dict[str, Any]:
-    """What became of a part: its results so far, its exit code, and the end of its output."""
+def run_part(
+    part: Part, python: str, environ: dict[str, str], limit_s: float, log: Path | None = None
+) -> dict[str, Any]:
+    """What became of a part: its results so far, how it ended, and the end of its output.
+
+    If a line of a part that resumes ends its process, the next process goes on behind that line.
+    """
     start_s = time.monotonic()
-    process = subprocess.Popen(
-        [python, *part.command],
-        cwd=ROOT,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        ending = f"exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        ending = f"killed after {limit_s:.0f} s"
-        _kill(process)
-        output, _ = process.communicate()
-    finally:
-        _kill(process)
-    marked = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    results: list[dict[str, Any]] = []
+    output, num_begun = "", 0
+    while True:
+        more = ("--after", str(num_begun)) if num_begun else ()
+        left_s = limit_s - (time.monotonic() - start_s)
+        ending, latest = _run_process([python, *part.command, *more], environ, max(left_s, 1.0))
+        output += latest
+        begun = [line[6:] for line in latest.splitlines() if line.startswith("BEGIN ")]
+        rows = [json.loads(line[7:]) for line in latest.splitlines() if line.startswith("RESULT ")]
+        results += rows
+        if not (part.resumes and begun):
+            break
+        num_begun += len(begun)
+        is_torn = sum("line" in row for row in rows) < len(begun)
+        if is_torn:
+            error = f"{latest[-TAIL:]}\n{ending} in this line"
+            results.append({"line": begun[-1], "error": error, "left_out": "", "seconds": None})
+        if ending.startswith("killed") or not (is_torn or ending == f"exit code {DEVICE_LOST}"):
+            break
+    is_ok = ending == "exit code 0" and not any(row.get("error") for row in results)
+    if log is not None:
+        with log.open("a", errors="replace") as file:
+            file.write(f"==== {part.name}: {ending}\n{output[-KEPT:]}\n")
     return {
         "part": part.name,
+        "stage": part.stage,
         "seconds": round(time.monotonic() - start_s, 1),
-        "ok": ending == "exit code 0",
+        "ok": is_ok,
         "ending": ending,
-        "results": [json.loads(line.removeprefix("RESULT ")) for line in marked],
-        "output": "" if ending == "exit code 0" else output[-TAIL:],
+        "results": results,
+        "output": "" if is_ok else output[-TAIL:],
     }
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    """End a part and what it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _run_process(command: list[str], environ: dict[str, str], limit_s: float) -> tuple[str, str]:
+    """How a process ended, and all that it has printed.
+
+    Its output is a file, so that what it has started cannot hold it open after its end.
+    """
+    with tempfile.TemporaryFile() as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(limit_s)
+            ending = f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            ending = f"killed after {limit_s:.0f} s"
+            process.send_signal(signal.SIGABRT)  # faulthandler prints all stacks
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STACK_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return ending, _text_of(file)
+
+
+def _text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def candidates() -> list[str]:
@@ -147,8 +187,8 @@ def candidates() -> list[str]:
     names = [os.environ.get("ECHELON_PYTHON", ""), str(ROOT / ".venv" / "bin" / "python")]
     names += [sys.executable, "python3", "python", *(f"python3.{n}" for n in range(11, 16))]
     names += ["/opt/conda/bin/python", "/usr/local/bin/python3", "/usr/bin/python3"]
-    found = [shutil.which(name) for name in names if name]
-    return list(dict.fromkeys(path for path in found if path is not None))
+    paths = [shutil.which(name) for name in names if name]
+    return list(dict.fromkeys(path for path in paths if path is not None))
 
 
 def chosen(device: str) -> tuple[str | None, list[dict[str, Any]]]:
@@ -156,54 +196,69 @@ def chosen(device: str) -> tuple[str | None, list[dict[str, Any]]]:
     rows = []
     for python in candidates():
         code = PROBE.replace("NAMES", repr(NEEDED))
-        row = run_part(Part(python, ("-c", code), 90.0), python, dict(os.environ), 90.0)
+        probe = Part(name=python, stage="interpreters", command=("-c", code), limit_s=90.0)
+        row = run_part(probe, python, dict(os.environ), probe.limit_s)
         rows.append(row)
-        found = row["results"][0] if row["results"] else {}
-        recent = tuple(map(int, found.get("python", "0.0").split(".")[:2])) >= (3, 11)
-        if recent and (found["available"] or device == "cpu"):
+        facts = row["results"][0] if row["results"] else {}
+        recent = tuple(map(int, facts.get("python", "0.0").split(".")[:2])) >= (3, 11)
+        if recent and (facts["available"] or device == "cpu"):
             return python, rows
     return None, rows
 
 
-def environment(missing: list[str]) -> dict[str, str]:
+def environment(missing: list[str], out: Path) -> dict[str, str]:
     """Variables for the parts: they import this checkout, and what was brought along if needed."""
     path = [str(ROOT / "src"), str(ROOT), *([str(PACKAGES)] if missing else [])]
     path += filter(None, [os.environ.get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    return {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # otherwise matrix products are not deterministic
+        "NCCL_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "4",  # several processes share the cores
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        **os.environ,
+        "ECHELON_TIMEOUT": "20",  # so that a rank that waits ends before its line is killed
+        "GPU_OUT": str(out),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def commit() -> str:
     """Of the checkout; a copy without its history is told by ECHELON_COMMIT."""
-    if told := os.environ.get("ECHELON_COMMIT"):
-        return told
+    if named := os.environ.get("ECHELON_COMMIT"):
+        return named
     git = ("git", "-C", str(ROOT))
     try:
-        found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
     except OSError:
         return "unknown"
-    if found.returncode:
+    if head.returncode:
         return "unknown"
-    return found.stdout.strip()[:12] + (" with changes" if changed.stdout.strip() else "")
+    return head.stdout.strip()[:12] + (" with changes" if changed.stdout.strip() else "")
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
+def write(report: dict[str, Any], out: Path) -> None:
     """Write both files anew."""
-    (folder / "gpu.json").write_text(json.dumps(report, indent=1))
-    (folder / "gpu.md").write_text(page_of(report))
+    (out / "gpu.json").write_text(json.dumps(report, indent=1))
+    (out / "gpu.md").write_text(page_of(report))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts; 1 if one fails."""
     parser = argparse.ArgumentParser(prog="gpu.py")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of 27 thousand parameters")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for all parts together")
-    parser.add_argument("--only", default="", help="parts whose name holds this text")
+    parser.add_argument("--tiny", action="store_true", help="models of some thousand parameters")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
+    parser.add_argument("--only", default="", help="parts whose name has this text")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu")
     options = parser.parse_args(arguments)
     start_s = time.monotonic()
-    options.out.mkdir(parents=True, exist_ok=True)
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "gpu.log"
+    log.write_text("")
     python, looked = chosen(options.device)
     report: dict[str, Any] = {
         "commit": commit(),
@@ -213,27 +268,47 @@ def main(arguments: list[str] | None = None) -> int:
         "interpreters": looked,
         "machine": looked[-1]["results"][0] if python is not None else None,
         "parts": [],
-        "left_out": [],
+        "no_time_left": [],
     }
-    write(report, options.out)
+    write(report, out)
     if python is None:
-        print(f"no Python here has torch with a device of {options.device!r}: {options.out}/gpu.md")
+        print(f"no Python here has torch with a device of {options.device!r}: {out}/gpu.md")
         return 1
     versions = report["machine"]["packages"]
-    environ = environment([name for name, version in versions.items() if version is None])
-    for part in parts_of(options.device, options.tiny):
-        if options.only not in part.name:
-            continue
-        left_s = 60 * options.minutes - (time.monotonic() - start_s)
-        if left_s < 5:
-            report["left_out"].append(part.name)
-        else:
-            row = run_part(part, python, environ, min(part.limit_s, left_s))
+    environ = environment([name for name, version in versions.items() if version is None], out)
+    parts = [p for p in parts_of(options.device, options.tiny, out) if options.only in p.name]
+    end_s = start_s + 60 * options.minutes - RESERVE_S
+    for _, stage in groupby(parts, key=lambda part: part.stage):
+        _run_stage(list(stage), python, environ, end_s, report, out)
+    print(f"the page is {out / 'gpu.md'}")
+    return int(not all(row["ok"] for row in report["parts"]) or bool(report["no_time_left"]))
+
+
+def _run_stage(
+    parts: list[Part],
+    python: str,
+    environ: dict[str, str],
+    end_s: float,
+    report: dict[str, Any],
+    out: Path,
+) -> None:
+    """Run some parts at the same time, and write the page after each."""
+    left_s = end_s - time.monotonic()
+    if left_s < 2:
+        report["no_time_left"] += [part.name for part in parts]
+        write(report, out)
+        return
+    log = out / "gpu.log"
+    with ThreadPoolExecutor(len(parts)) as pool:
+        runs = [
+            pool.submit(run_part, part, python, environ, min(part.limit_s, left_s), log)
+            for part in parts
+        ]
+        for run in as_completed(runs):
+            row = run.result()
             report["parts"].append(row)
-            print(f"{part.name}: {row['ending']}, {row['seconds']} s", flush=True)
-        write(report, options.out)
-    print(f"the page is {options.out / 'gpu.md'}")
-    return int(not all(row["ok"] for row in report["parts"]) or bool(report["left_out"]))
+            print(f"{row['part']}: {row['ending']}, {row['seconds']} s", flush=True)
+            write(report, out)
 
 
 if __name__ == "__main__":

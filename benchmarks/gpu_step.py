@@ -1,227 +1,223 @@
-"""What a training step of one technique takes on one device, in a world of one rank.
+"""Training steps of a wrapped model on one device, and their figures.
 
-    python benchmarks/gpu_step.py "FSDP2" --device cuda
-
-Prints a line of JSON. A world of one rank shows what a technique adds by itself: its Python, its
-copies and its memory. It does not show the network.
+All figures of a variant come from one model: warm-up, timed steps, and one step under the profiler,
+which counts kernels and the waits of the host. Units are milliseconds and bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import socket
-import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from llama import ONE_BILLION, TINY, Block, Llama
-from torch import nn
+from gpu_device import clocks, forget, synchronize
+from llama import ONE_BILLION, Llama, LlamaConfig
+from torch import Tensor, nn
+from torch.autograd import DeviceType
 
-import echelon as ec
+__all__ = [
+    "WARM_UP",
+    "Figures",
+    "Trainee",
+    "config_of",
+    "counted",
+    "facts_of",
+    "flops_of",
+    "measure",
+    "small",
+    "timed",
+]
 
-WARM_UP, STEPS = 3, 10
-ALONE = "one process alone"
-MIXED = ", float32 parts"
+WARM_UP = 3
+_HOST_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
+
+
+def config_of(tiny: bool) -> LlamaConfig:
+    """A model of 1.1 billion parameters, or a tiny one."""
+    return small(ONE_BILLION) if tiny else ONE_BILLION
+
+
+def small(config: LlamaConfig) -> LlamaConfig:
+    """The same shape for a try on a CPU."""
+    return replace(
+        config, layers=2, width=32, heads=4, key_heads=2, hidden=64, vocabulary=128, batch=2,
+        context=16,
+    )  # fmt: skip
+
+
+def flops_of(config: LlamaConfig, num_params: int) -> float:
+    """Floating-point operations of forward and backward of one step.
+
+    6 for each token and parameter, except those of the embedding, which is no product, and
+    attention's 12 for each pair of a token with itself or an earlier one, channel and layer.
+    """
+    tokens = config.batch * config.context
+    products = 6.0 * tokens * (num_params - config.vocabulary * config.width)
+    return products + 6.0 * tokens * config.context * config.width * config.layers
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a variant runs: echelon's world, beside the default group of torch.distributed."""
+class Figures:
+    """What the timed steps have shown.
 
-    world: ec.World
-    device: torch.device
+    Attributes:
+        step_ms: each step, from a synchronized device to a synchronized device.
+        forward_ms: until forward was issued.
+        backward_ms: from there until backward was issued.
+        losses: of all steps, those of the warm-up first.
+    """
 
-
-def sharded(model: nn.Module, place: Place, **options: Any) -> nn.Module:
-    """echelon's FSDP with one unit for each block."""
-    rule = ec.units.by_type(Block)
-    return ec.FSDP(model, place.world.group, units=rule, min_num_params=0, **options)
-
-
-def fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """PyTorch's FSDP2 with one unit for each block."""
-    from torch.distributed.fsdp import fully_shard
-
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module, **options)
-    fully_shard(model, **options)
-    return model
+    step_ms: list[float] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
 
-def flattened(model: nn.Module, place: Place) -> nn.Module:
-    """PyTorch's first FSDP with one unit for each block."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+class Trainee:
+    """A wrapped model with its optimizer and its batch.
 
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        use_orig_params=True,
-        device_id=place.device,
-    )
+    Args:
+        wrap: puts a technique around the model, which is in bfloat16 on the device.
+        float32: keep the model in float32, for techniques that cast it themselves.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        wrap: Callable[[nn.Module], nn.Module],
+        device: torch.device,
+        *,
+        float32: bool = False,
+    ) -> None:
+        torch.manual_seed(0)
+        with device:
+            model: nn.Module = Llama(config)
+        if not float32:
+            model = model.to(torch.bfloat16)
+        self.config, self.device = config, device
+        self.num_params = sum(param.numel() for param in model.parameters())
+        self.model = wrap(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+        generator = torch.Generator().manual_seed(1)
+        shape = (config.batch, config.context)
+        self.tokens = torch.randint(config.vocabulary, shape, generator=generator).to(device)
+
+    def step(self) -> tuple[float, float, Tensor]:
+        """One step; the times at which forward and backward were issued, and the loss."""
+        loss = self.model(self.tokens)
+        forward_s = time.perf_counter()
+        loss.backward()
+        backward_s = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return forward_s, backward_s, loss.detach()
+
+    def steps(self, count: int) -> Figures:
+        """Timed steps."""
+        figures = Figures()
+        for _ in range(count):
+            synchronize(self.device)
+            start_s = time.perf_counter()
+            forward_s, backward_s, loss = self.step()
+            synchronize(self.device)
+            figures.step_ms.append(_ms(time.perf_counter() - start_s))
+            figures.forward_ms.append(_ms(forward_s - start_s))
+            figures.backward_ms.append(_ms(backward_s - forward_s))
+            figures.losses.append(loss.item())
+        return figures
 
 
-def mixed_of_torch() -> Any:
-    """bfloat16 in forward and backward, float32 everywhere else."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def offload_of_torch() -> Any:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-
-
-def data_parallel(model: nn.Module, place: Place) -> nn.Module:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+def measure(
+    variant: str,
+    config: LlamaConfig,
+    wrap: Callable[[nn.Module], nn.Module],
+    device: torch.device,
+    *,
+    num_steps: int,
+    float32: bool = False,
+) -> dict[str, Any]:
+    """Train some steps; what the page tells of a variant."""
+    forget(device)
+    trainee = Trainee(config, wrap, device, float32=float32)
+    first = trainee.steps(WARM_UP)
+    facts = {"variant": variant, **facts_of(trainee)}
+    return {**facts, **timed(trainee, num_steps, first), **counted(trainee)}
 
 
-MIXED_OF_ECHELON = ec.MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
-VARIANTS: dict[str, Callable[[nn.Module, Place], nn.Module]] = {
-    ALONE: lambda model, place: model,
-    "echelon FSDP": sharded,
-    "FSDP2": lambda model, place: fully_sharded(model),
-    "echelon DDP": lambda model, place: ec.DDP(model, place.world.group),
-    "PyTorch DDP": data_parallel,
-    "FSDP1": flattened,
-    f"echelon FSDP{MIXED}": lambda m, place: sharded(m, place, precision=MIXED_OF_ECHELON),
-    f"FSDP2{MIXED}": lambda model, place: fully_sharded(model, mp_policy=mixed_of_torch()),
-    "echelon FSDP, ZeRO-2": lambda model, place: sharded(
-        model, place, strategy=ec.Strategy.SHARD_GRAD_OP
-    ),
-    "FSDP2, no reshard": lambda model, place: fully_sharded(model, reshard_after_forward=False),
-    "echelon FSDP, offloaded": lambda model, place: sharded(model, place, offload=ec.Offload.ALL),
-    "FSDP2, offloaded": lambda model, place: fully_sharded(
-        model, offload_policy=offload_of_torch()
-    ),
-}
-
-
-def measured(variant: str, device: str, tiny: bool) -> dict[str, Any]:
-    """Train some steps; medians, in milliseconds and bytes."""
-    place = joined(device)
-    config = TINY if tiny else ONE_BILLION
-    torch.manual_seed(0)
-    with place.device:
-        model: nn.Module = Llama(config)
-    if MIXED not in variant:
-        model = model.to(torch.bfloat16)
-    num_params = sum(p.numel() for p in model.parameters())
-    model = VARIANTS[variant](model, place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-    tokens = torch.randint(config.vocabulary, (config.batch, config.context), device=place.device)
-    rows = [step(model, optimizer, tokens, place.device) for _ in range(WARM_UP + STEPS)]
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    medians = {
-        name: round(statistics.median(row[name] for row in rows[WARM_UP:]), 3)
-        for name in ("step_ms", "issue_ms", "cpu_ms")
-    }
-    losses = [row["loss"] for row in rows]
-    place.world.close()
-    dist.destroy_process_group()
+def facts_of(trainee: Trainee) -> dict[str, Any]:
+    """What a step of a model takes, whatever is around it."""
+    config = trainee.config
     return {
-        "variant": variant,
-        "num_params": num_params,
+        "num_params": trainee.num_params,
         "num_units": config.layers + 1,
         "tokens": config.batch * config.context,
-        **medians,
-        "steps_ms": [round(row["step_ms"], 3) for row in rows],
-        "peak_bytes": peak,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
+        "flops": flops_of(config, trainee.num_params),
     }
 
 
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, device: torch.device
-) -> dict[str, float]:
-    """One step; how long until forward and backward were issued, and until all was done.
-
-    Processor time is that of all threads: on CUDA, backward runs on one of torch's own.
-    """
-    synchronize(device)
-    start_s, cpu_s = time.perf_counter(), time.process_time()
-    loss = model(tokens)
-    loss.backward()
-    issued_s, issued_cpu_s = time.perf_counter(), time.process_time()
-    optimizer.step()
-    optimizer.zero_grad()
-    synchronize(device)
+def timed(trainee: Trainee, num_steps: int, first: Figures | None = None) -> dict[str, Any]:
+    """The times of some steps, and what the allocator did in them; ``first`` were before."""
+    if trainee.device.type == "cuda":  # to build the model may take more than a step
+        torch.cuda.reset_peak_memory_stats(trainee.device)
+    before = _allocator(trainee.device)
+    figures = trainee.steps(num_steps)
+    after = _allocator(trainee.device)
+    memory = {
+        name: after[name] - before[name] if name in ("device_allocs", "alloc_retries") else value
+        for name, value in after.items()
+        if value is not None
+    }
     return {
-        "step_ms": 1e3 * (time.perf_counter() - start_s),
-        "issue_ms": 1e3 * (issued_s - start_s),
-        "cpu_ms": 1e3 * (issued_cpu_s - cpu_s),
-        "loss": loss.item(),
+        "step_ms": figures.step_ms,
+        "forward_ms": figures.forward_ms,
+        "backward_ms": figures.backward_ms,
+        "losses": (first.losses if first else []) + figures.losses,
+        **(memory or dict.fromkeys(after)),
+        "clocks": clocks() if trainee.device.type == "cuda" else None,
     }
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _allocator(device: torch.device) -> dict[str, Any]:
+    """What torch's allocator says of a device; None where nobody counts."""
+    names = ("peak_allocated", "peak_reserved", "device_allocs", "alloc_retries")
+    if device.type != "cuda":
+        return dict.fromkeys(names)
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "peak_allocated": torch.cuda.max_memory_allocated(device),
+        "peak_reserved": torch.cuda.max_memory_reserved(device),
+        "device_allocs": stats.get("num_device_alloc", 0),
+        "alloc_retries": stats.get("num_alloc_retries", 0),
+    }
 
 
-def joined(device: str) -> Place:
-    """A world of one rank, and the default group of torch.distributed beside it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    backend = "nccl" if device == "cuda" else "gloo"
-    place = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(place)
-        dist.init_process_group(backend, device_id=place)
-    else:
-        dist.init_process_group(backend)
-    return Place(ec.init(backend), place)
+def counted(trainee: Trainee) -> dict[str, Any]:
+    """The kernels of one step, and how often the host waits in it; None without a device.
+
+    The host waits for a stream, for an event, or for a copy from or to memory that is not pinned.
+    """
+    if trainee.device.type != "cuda":
+        return {"kernels": None, "launches": None, "host_waits": None}
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    synchronize(trainee.device)
+    with torch.profiler.profile(activities=activities) as profiler:
+        trainee.step()
+    assert profiler.profiler is not None
+    kernels = launches = waits = 0
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name()
+        if event.device_type() == DeviceType.CUDA:
+            is_copy = name.startswith(("Memcpy", "Memset"))
+            kernels += not is_copy
+            waits += is_copy and "Pageable" in name
+        else:
+            launches += name.startswith(_LAUNCHES)
+            waits += name.startswith(_HOST_WAITS)
+    return {"kernels": kernels, "launches": launches, "host_waits": waits}
 
 
-def profile(device: str, tiny: bool) -> str:
-    """What a step of echelon's FSDP spends its time on, as torch's profiler sees it."""
-    place = joined(device)
-    config = TINY if tiny else ONE_BILLION
-    with place.device:
-        model = sharded(Llama(config).to(torch.bfloat16), place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-    tokens = torch.randint(config.vocabulary, (config.batch, config.context), device=place.device)
-    for _ in range(WARM_UP):
-        step(model, optimizer, tokens, place.device)
-    with torch.profiler.profile() as seen:
-        step(model, optimizer, tokens, place.device)
-    order = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    table = seen.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)
-    place.world.close()
-    dist.destroy_process_group()
-    return str(table)
-
-
-def main() -> None:
-    """Measure the variant that was named, or profile."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("variant", choices=[*VARIANTS, "profile"])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    if options.variant == "profile":
-        row: dict[str, Any] = {"profile": profile(options.device, options.tiny)}
-    else:
-        row = measured(options.variant, options.device, options.tiny)
-    print(f"RESULT {json.dumps(row)}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 4)

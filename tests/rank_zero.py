@@ -9,12 +9,14 @@ So a test counts what a step takes on 4,096 ranks, in one process and without a 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -32,6 +34,7 @@ from echelon.comm.torch_dist.native import NativeGroup
 from echelon.diagnosis.rank_monitor import RankMonitor
 
 NUM_PARAMS = 9  # of a block
+_OPS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
 UNEVEN = (37, 3, 11)  # no multiple of anything that ranks are a multiple of
 
 
@@ -91,7 +94,7 @@ class CountingEngine:
                 self._calls.parts.append(min(nbytes))
             op = getattr(args[-1], "reduceOp", None)
             if op is not None:
-                self._calls.ops[str(op)] += 1
+                self._calls.ops[next(n for n in _OPS if op == getattr(c10d.ReduceOp, n))] += 1
             start = time.thread_time()
             try:
                 with _disable_current_modes():  # its copies are not those of a device
@@ -102,15 +105,29 @@ class CountingEngine:
         return counted
 
 
-def group_of(size: int, device: torch.device | None = None) -> tuple[NativeGroup, EngineCalls]:
-    """The group of all ranks as rank 0 of ``size`` sees it, and the calls of its engines."""
+def group_of(
+    size: int,
+    device: torch.device | None = None,
+    engine_of: Callable[[int, int], Engine] | None = None,
+) -> tuple[NativeGroup, EngineCalls]:
+    """The group of all ranks as rank 0 of ``size`` sees it, and the calls of its engines.
+
+    Args:
+        engine_of: makes an engine for a rank of so many; None: one that counts its calls.
+    """
     calls = EngineCalls()
     job = Job(c10d.HashStore(), RankMonitor.alone(0))
 
-    def connect(name: str, ranks: tuple[int, ...]) -> NativeGroup:
-        spec = GroupSpec(job, name, ranks, device or torch.device("cpu"), 60.0, connect)
-        engine = CountingEngine(ranks.index(0), len(ranks), calls)
-        return NativeGroup(spec, NativeEngine(cast(Engine, engine), lambda failed: None))
+    def connect(
+        name: str, ranks: tuple[int, ...], place: torch.device | None = None
+    ) -> NativeGroup:
+        place = place or device or torch.device("cpu")
+        spec = GroupSpec(job, name, ranks, place, 60.0, connect)
+        make = engine_of or partial(CountingEngine, calls=calls)
+        engine = make(ranks.index(0), len(ranks))
+        return NativeGroup(
+            spec, NativeEngine(cast(Engine, engine), lambda failed: None, averages=True)
+        )
 
     return connect("world", tuple(range(size))), calls
 
@@ -184,14 +201,28 @@ class TensorsMade(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_ops = self.num_tensors = 0
+        self.num_tensors = 0
+        self.names: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.num_ops += 1
+        self.names[str(func)] += 1
         self.num_tensors += len(out) if isinstance(out, list | tuple) else 1
         self.num_tensors += sum(len(arg) for arg in args if isinstance(arg, list | tuple))
         return out
+
+
+def held_nbytes(device: torch.device | None = None) -> int:
+    """Bytes of all memory that a tensor of Python refers to, each counted once."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor) and not item.is_meta:
+            with torch._C.DisableTorchFunctionSubclass():
+                memory = item.untyped_storage()
+            if device is None or memory.device == device:
+                storages[memory._cdata] = memory.nbytes()
+    return sum(storages.values())
 
 
 def main() -> None:

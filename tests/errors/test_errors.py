@@ -46,6 +46,7 @@ EXAMPLES = [
     errors.AuthenticationError([1], "in group 'world'"),
     errors.StartMismatch("version of torch", {0: "2.11.0", 1: "2.13.0"}),
     SharedMemoryError("a window", 3 * 2**20, 2**20),
+    errors.DeviceMemoryError("the gradients of unit 'a'", 3 * 2**20, "cuda:0", "out of memory"),
     CommError("no"),
     CollectiveMismatch("world", 3, {0: "barrier", 1: "broadcast", 2: "barrier"}),
     RankFailed(2, "raised KeyError: 'x'", "barrier"),

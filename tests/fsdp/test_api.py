@@ -1,8 +1,9 @@
 """What a user of FSDP can do besides the plain loop; over simulated ranks."""
 
 import copy
+import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
+from echelon.comm import streams
+from echelon.comm.fake.group import FakeGroup
 from echelon.comm.world import World
 from echelon.errors import StateError
 from tests.fsdp.checking import same_grads, shard, whole_grads
@@ -113,6 +116,67 @@ def survives(world: World, where: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_step_after_an_exception_is_right(where) -> None:
     ec.run(survives, 2, args=(where,))
+
+
+class SmallDevice(streams.PlainDevice):
+    """A device that has no memory for one allocation of a rank."""
+
+    fails_at: ClassVar[dict[int, int]] = {}  # by thread, how many allocations before it
+
+    def resize(self, memory: torch.UntypedStorage, nbytes: int) -> None:
+        here = threading.get_ident()
+        if nbytes and here in self.fails_at:
+            self.fails_at[here] -= 1
+            if self.fails_at[here] < 0:
+                del self.fails_at[here]
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate it.\nMore")
+        super().resize(memory, nbytes)
+
+
+def held_by(model: ec.FSDP) -> list[int]:
+    stats = model.memory_stats()
+    peaks = [stats.peak_gathered, stats.peak_gradients]
+    return [stats.shards, stats.gathered, stats.gradients, stats.slots, *peaks]
+
+
+def runs_out_of_memory(world: World, layout: str, number: int) -> tuple[str, bool]:
+    """All ranks have no memory for the same allocation, and go on with the next step."""
+    torch.manual_seed(0)
+    plain = Failing().double()
+    rule, group = ec.units.by_type(Block), FakeGroup(0, range(2))
+    model = ec.FSDP(copy.deepcopy(plain), group, units=rule, layout=layout, min_num_params=0)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    model(x).sum().backward()
+    before = held_by(model)
+    model.zero_grad()
+    SmallDevice.fails_at[threading.get_ident()] = number
+    text = ""
+    try:
+        model(x).sum().backward()
+    except ec.errors.DeviceMemoryError as error:
+        text = str(error)
+    SmallDevice.fails_at.pop(threading.get_ident(), None)
+    model.zero_grad()
+    model(x).sum().backward()
+    return text, before == held_by(model)
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_a_device_without_memory_for_a_unit_is_named_and_the_next_step_runs(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(streams.kinds, "cpu", SmallDevice)
+    texts = []
+    for number in range(20):
+        text, is_as_before = ec.run(runs_out_of_memory, 1, args=(layout, number))[0]
+        assert is_as_before
+        if not text:
+            break
+        texts.append(text)
+    assert not text, "there are more allocations in a step than one thinks"
+    assert any("the all-gather of unit block needs 0.0 MiB of cpu" in text for text in texts)
+    assert any("gradients of unit block needs" in text for text in texts)
+    assert all("torch says: CUDA out of memory. Tried to allocate it." in text for text in texts)
 
 
 class Checkpointed(nn.Module):

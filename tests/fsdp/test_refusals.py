@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm import streams
+from echelon.comm.streams import PlainDevice
 from echelon.comm.world import World
-from echelon.errors import ArgumentError, ModelMismatch, StateError
+from echelon.errors import ArgumentError, ModelMismatch, StateError, UnsupportedError
 from tests.fsdp.checking import same_grads, whole_grads
 from tests.worlds import run_world
 
@@ -288,3 +290,27 @@ def gives_no_optimizer(world: World) -> None:
 
 def test_what_is_no_optimizer_is_refused() -> None:
     run_world("threads", gives_no_optimizer, 2)
+
+
+class Capturing(PlainDevice):
+    """The CPU as a device whose work is recorded for a graph."""
+
+    def is_capturing(self) -> bool:
+        return True
+
+
+def captures(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fsdp(world, nn.Linear(4, 2), units=None)
+    loss = model(torch.ones(1, 4)).sum()
+    with monkeypatch.context() as patch:
+        patch.setitem(streams.kinds, "cpu", Capturing)
+        with pytest.raises(UnsupportedError, match="a graph keeps the addresses"):
+            model(torch.ones(1, 4))
+    loss.backward()
+    assert torch.isfinite(model(torch.ones(1, 4))).all()
+
+
+def test_a_graph_that_would_keep_the_addresses_of_units_is_refused_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_world("threads", captures, 1, (monkeypatch,))

@@ -71,11 +71,11 @@ class RecordingDevice(streams.PlainDevice):
         return super().current_stream() if name is None else Recording(name, self._log)
 
 
-def step(world: World, log: list[str], offload: Offload) -> list[str]:
+def step(world: World, log: list[str], offload: Offload, trains_bias: bool) -> list[str]:
     """One forward and backward of a model that is one unit."""
-    model = ec.FSDP(
-        nn.Linear(3, 2), world.group, units=ec.units.whole(), min_num_params=0, offload=offload
-    )
+    linear = nn.Linear(3, 2)
+    linear.bias.requires_grad_(trains_bias)
+    model = ec.FSDP(linear, world.group, units=ec.units.whole(), min_num_params=0, offload=offload)
     log.clear()
 
     def listen(event: ec.events.Event) -> None:
@@ -89,11 +89,13 @@ def step(world: World, log: list[str], offload: Offload) -> list[str]:
     return log
 
 
-def record(patch: pytest.MonkeyPatch, offload: Offload) -> tuple[list[str], list[str]]:
+def record(
+    patch: pytest.MonkeyPatch, offload: Offload, *, trains_bias: bool = True
+) -> tuple[list[str], list[str]]:
     log: list[str] = []
     patch.setitem(streams.kinds, "cpu", partial(RecordingDevice, iter("GR"), log))
     # A rank that is alone shares memory with nobody, so its parts are gathered as over NCCL.
-    found: list[Any] = ec.run(step, 1, args=(log, offload))
+    found: list[Any] = ec.run(step, 1, args=(log, offload, trains_bias))
     at = found[0].index("|")
     return found[0][:at], found[0][at + 1 :]
 
@@ -140,3 +142,11 @@ def test_without_offload_the_host_waits_for_nothing(
     assert "host waits for G" not in forward[1:]
     waits = [one for one in [*forward, "|", *backward] if one.startswith(("host waits", "|"))]
     assert waits == expected
+
+
+def test_gathers_of_all_storages_wait_once_for_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, _ = record(monkeypatch, Offload.ALL, trains_bias=False)  # two storages
+    assert forward.count("G(") == 2
+    assert forward[: forward.index("G(")].count("G follows") == 1

@@ -18,7 +18,7 @@ from tests.generated.ranks import run_case
 from tests.generated.reference import expect
 from tests.generated.stages import Whole
 from tests.generated.thresholds import thresholds_set
-from tests.worlds import run_world
+from tests.worlds import NCCL_RULES, run_world
 
 TIMEOUT_S = 60.0  # a parameter may have 64 MiB
 SEVERITY = ("right", "invalid", "hang", "refused", "our error", "raw error", "difference")
@@ -75,7 +75,8 @@ def run_one(case: Spec, timeout: float = TIMEOUT_S) -> Outcome:
         try:
             expected = expected_of(case)
             with thresholds_set(case["thresholds"]):
-                run_world("threads", run_case, case["ranks"], (case, expected), timeout)
+                kind = NCCL_RULES if case.get("rules") else "threads"
+                run_world(kind, run_case, case["ranks"], (case, expected), timeout)
         except Exception as error:
             return outcome_of(case, error)
     return Outcome("right")

@@ -215,6 +215,8 @@ def draw_case(seed: int, technique: str | None = None, world: str = "threads") -
         make = draw_fsdp if case["technique"] == "fsdp" else draw_ddp
         case["options"] = make(dice, case)
     case["optimizer"] = dice.choice(("sgd", "adamw", "momentum"))
+    if world == "threads" and Dice(f"{seed} rules").chance(0.3):
+        case["rules"] = "nccl"
     case["thresholds"] = draw_thresholds(seed // BLOCK)
     if case["thresholds"]:
         for op in (op for part in walk(case["model"]) for op in part.get("ops", [])):
@@ -245,8 +247,9 @@ def settle(case: Spec) -> Spec:
             inert.append("backward_prefetch")
         for name in inert:
             options.pop(name, None)  # ArgumentError: there is nothing to decide
-        if options.get("strategy", "").startswith("HYBRID"):
-            # docs/fsdp.md, "Units that a rank skips": they would wait for slots.
+        if options.get("strategy", "").startswith("HYBRID") or case.get("rules"):
+            # docs/fsdp.md, "Units that a rank skips": they would wait for slots; or gathers and
+            # reductions, which have a communicator each, would not be in one order on all ranks.
             for part in walk(model):
                 if part.get("how") == "ranks":
                     part["how"] = "all"

@@ -41,6 +41,7 @@ DRAWN: dict[str, tuple[int, ...]] = {
     "pipeline.packed_message:MAX_PACKED_NBYTES": (0, 64),
     "pipeline.schedules.passes:MAX_AHEAD": (0, 1),
     "pipeline.splitting.fake_tensors:_MAX_RESULTS": (0, 2),
+    "pipeline.step_specs:_MAX_KINDS": (0, 1),
     "pipeline.weight_gradients:_MIN_NUMEL": (0, 8),
 }
 

@@ -190,7 +190,7 @@ def weigh(world: World) -> tuple[int, int, int]:
     assert alive == 0
     stats = model.memory_stats()
     assert stats.gathered == 0
-    assert stats.slots == (2 if world.group.shares_memory else 1) * 1056 * 4
+    assert stats.slots == (2 * 1056 * 4 if world.group.shares_memory else 0)
     return peak, 1056 * 4, layers * 1056 * 4
 
 

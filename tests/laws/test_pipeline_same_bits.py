@@ -13,7 +13,7 @@ from echelon.comm.world import World
 from tests.pipeline.models import batch, build, mse
 from tests.pipeline.sizes import TRAINING, VARIANTS
 from tests.pipeline.test_api import Embedding, Head
-from tests.worlds import KINDS, run_world
+from tests.worlds import KINDS, NCCL_RULES, run_world
 
 MICROBATCHES = 4
 TIED = "a shared parameter"
@@ -75,7 +75,7 @@ def found(kind: str, run: int = 0) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", [*TRAINING, TIED])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, NCCL_RULES])
 def test_all_worlds_give_the_same_bits(kind: str, name: str) -> None:
     assert [mine[name] for mine in found(kind)] == [mine[name] for mine in found("threads", run=1)]
 

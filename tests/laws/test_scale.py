@@ -11,12 +11,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import echelon as ec
+from echelon.comm.reduce_op import divide_for_mean
 from echelon.fsdp.shard_layout import layout_by_element, layout_by_rows
+from echelon.modules.norms import local_norm
 from tests.rank_zero import (
     UNEVEN,
     Instructions,
     TensorsMade,
     blocks,
+    held_nbytes,
     rank_zero,
     sharded,
     step,
@@ -99,6 +103,28 @@ def test_equal_parts_have_every_element_once_and_long_ones_begin_at_64_bytes(
         assert layout.padded_numel - layout.numel < size * 16 * 17
 
 
+@pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_OPTIMIZER])
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_between_forward_and_the_first_reduction_a_rank_holds_shards_and_no_gradients(
+    layout: str, strategy: ec.Strategy
+) -> None:
+    width = 256
+    block = 3 * (width + 2) * width * 4
+    with rank_zero(8) as (group, _):
+        before = held_nbytes()
+        model = sharded(blocks(UNITS, width), group, layout=layout, strategy=strategy)
+        for _ in range(2):
+            step(model, width)
+        loss = model(torch.ones(2, width)).sum()
+        shards = sum(ec.local_shard(param).nbytes for param in model.parameters())
+        stats = model.memory_stats()
+        assert (stats.slots, stats.gradients) == (0, 0)
+        # The graph, the batch and padding are much less than the slot of a block.
+        assert held_nbytes() - before - shards - stats.gathered < block / 8
+        loss.backward()
+        assert (model.memory_stats().slots, model.memory_stats().gradients) == (0, shards)
+
+
 def python_of_a_step(size: int, layout: str) -> tuple[int, int]:
     """The bytecode instructions and the tensors of a step."""
     with rank_zero(size) as (group, _):
@@ -117,3 +143,40 @@ def test_python_of_a_step_is_that_of_8_ranks_on_1024(layout: str) -> None:
     few, many = python_of_a_step(8, layout), python_of_a_step(1024, layout)
     assert many[0] <= 1.2 * few[0]
     assert many[1] <= 1.2 * few[1]
+
+
+def test_many_models_of_a_group_make_one_communicator() -> None:
+    with rank_zero(8) as (group, calls):
+        for _ in range(5):
+            step(sharded(blocks(1, WIDTH), group), WIDTH)
+        assert calls.num_engines == 2  # that of the group, and that of all gathers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_engine_that_averages_is_asked_for_means_and_nothing_follows(dtype: torch.dtype) -> None:
+    tensor, part = torch.ones(80, dtype=dtype), torch.ones(10, dtype=dtype)
+    with rank_zero(8) as (group, calls), TensorsMade() as made:
+        group.all_reduce(tensor, "mean")
+        group.reduce(tensor, 0, "mean")
+        group.reduce_scatter_single(part, tensor, "mean")
+        assert calls.ops == {"AVG": 3}
+        assert not {"aten.mul_.Tensor", "aten.div_.Tensor"} & made.names.keys()
+        half = tensor.half()
+        group.all_reduce(half, "mean")
+        assert calls.ops["SUM"] == 1
+        assert half.tolist() == [0.125] * 80
+
+
+def test_a_rank_alone_multiplies_no_mean() -> None:
+    tensor = torch.ones(8)
+    with rank_zero(1) as (group, _), TensorsMade() as made:
+        group.all_reduce(tensor.half(), "mean")
+        divide_for_mean(tensor, "mean", 1)
+        assert "aten.mul_.Tensor" not in made.names
+
+
+def test_a_norm_of_many_gradients_has_one_cast() -> None:
+    gradients = [torch.ones(8) for _ in range(50)]
+    with TensorsMade() as made:
+        local_norm(gradients, 2.0, dtype=torch.float64)
+    assert made.names["aten._to_copy.default"] == 1

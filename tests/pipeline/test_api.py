@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from tests.pipeline.models import CLOSE, Records, Times, batch, build, each, filled, mse, pipeline
-from tests.worlds import KINDS, run_world
+from tests.worlds import KINDS, NCCL_RULES, run_world
 
 
 def whole(stages: list[nn.Module]) -> nn.Module:
@@ -271,7 +271,7 @@ CHECKS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, NCCL_RULES])
 def test_a_pipeline_is_the_plain_model(kind: str, ranks: int) -> None:
     run_world(kind, each, ranks, (CHECKS,))
 
@@ -295,7 +295,7 @@ def every_rank_asks(world: World) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, NCCL_RULES])
 def test_every_rank_that_asks_gets_the_loss(kind):
     everyone = run_world(kind, every_rank_asks, 3)
     assert everyone == [everyone[0]] * 3

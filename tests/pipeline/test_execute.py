@@ -12,7 +12,7 @@ from echelon.comm.world import World
 from echelon.errors import StageError
 from echelon.launch.run import enter, entered
 from tests.pipeline.models import CLOSE, Alive, Counted, batch, build, each, mse, pipeline
-from tests.worlds import KINDS, run_world
+from tests.worlds import KINDS, NCCL_RULES, run_world
 
 TIMEOUT_S = 30.0
 X, Y = torch.ones(6, 2), torch.zeros(6, 2)
@@ -54,12 +54,12 @@ def heard_by_all(kind: str, failing: int) -> list[list[str]]:
     try:
         return run_world(kind, swallows, 3, (failing, heard), timeout=TIMEOUT_S)
     except ec.StageError:  # simulated ranks share one failure, which ec.run raises
-        assert kind == "threads"
+        assert kind in ("threads", NCCL_RULES)
         return [heard[rank] for rank in range(3)]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, NCCL_RULES])
 def test_every_rank_hears_the_first_failure_and_the_next_call_says_what_to_do(kind, failing):
     everyone = heard_by_all(kind, failing)
     for rank, (first, second) in enumerate(everyone):
@@ -84,7 +84,7 @@ def test_a_pipeline_on_one_rank_goes_on_after_a_failure():
 # --- errors of a stage ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, NCCL_RULES])
 def test_an_exception_in_a_stage_ends_every_rank_with_its_place(kind: str) -> None:
     with pytest.raises(StageError, match=r"stage 1 raised ValueError for microbatch 2.*1F2.*warm"):
         run_world(kind, fails_in_the_middle, 2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.pipeline.packed_message import MAX_PACKED_NBYTES
-from tests.worlds import run_world
+from tests.worlds import NCCL_RULES, run_world
 
 
 class Changes(nn.Module):
@@ -55,7 +55,21 @@ def changes(world: World) -> tuple[int, list[float], list[list[str]]]:
 
 @pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
 def test_what_stages_send_may_change_from_step_to_step(kind: str) -> None:
-    (num_sent, grads, _), (_, _, seen) = run_world(kind, changes, 2)
+    (num_sent, *_), _ = check_changes(kind)
+    # By microbatch: head, form, packet where it is new; what was announced before; large ones.
+    new, large = 3, 1
+    assert num_sent == 2 * (
+        (new + large) + (new + large) + new + (new + large) + (1 + large) + (new + 2 * large)
+    )
+
+
+def test_what_stages_send_may_change_in_each_step_without_tags() -> None:
+    check_changes(NCCL_RULES)
+
+
+def check_changes(kind: str) -> list[tuple[int, list[float], list[list[str]]]]:
+    by_rank = run_world(kind, changes, 2)
+    (_, grads, _), (_, _, seen) = by_rank
     n = MAX_PACKED_NBYTES // 4
     assert grads == [1.0 + n, 1.0, 1.0, n + 2.0, n + 2.0, n + 1.0]
     assert [seen[2 * i] for i in range(4)] == [
@@ -64,8 +78,4 @@ def test_what_stages_send_may_change_from_step_to_step(kind: str) -> None:
         ["Tensor", "bool"],
         ["Tensor"] * 3,
     ]
-    # By microbatch: head, form, packet where it is new; what was announced before; large ones.
-    new, large = 3, 1
-    assert num_sent == 2 * (
-        (new + large) + (new + large) + new + (new + large) + (1 + large) + (new + 2 * large)
-    )
+    return by_rank

@@ -11,7 +11,7 @@ import echelon as ec
 from echelon.comm.world import World
 from tests.pipeline.models import batch, build, mse, train_plain
 from tests.pipeline.sizes import TRAINING, VARIANTS, make, pipeline
-from tests.worlds import run_world
+from tests.worlds import NCCL_RULES, run_world
 
 STEPS = 2
 
@@ -87,11 +87,13 @@ def check(world: str, ranks: int, cases: list[tuple[str, str, int, int]]) -> Non
         ("processes", 3, 6, ["nested"]),
         ("gloo", 2, 4, ["nested", "plain"]),
         ("gloo", 3, 6, ["plain"]),
+        (NCCL_RULES, 2, 5, ["plain", "nested"]),
+        (NCCL_RULES, 4, 8, ["nested", "plain"]),
     ],
 )
 def test_every_schedule_trains_as_one_process_does(world, ranks, microbatches, kinds) -> None:
     # Three processes cost more than they tell after two: every other schedule.
-    variants = TRAINING[:: 2 if world != "threads" and ranks == 3 else 1]
+    variants = TRAINING[:: 2 if world in ("processes", "gloo") and ranks == 3 else 1]
     check(world, ranks, cases_of(variants, kinds, microbatches))
 
 

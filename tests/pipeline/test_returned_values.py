@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from tests.worlds import run_world
+from tests.worlds import NCCL_RULES, run_world
 
 
 class Nested(nn.Module):
@@ -32,6 +32,6 @@ def outputs_are_those_of_one_process(world: World) -> None:
             assert found["empty"].shape == (rows, 0)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes", "gloo"])
+@pytest.mark.parametrize("kind", ["threads", "processes", "gloo", NCCL_RULES])
 def test_outputs_are_on_every_rank(kind: str) -> None:
     run_world(kind, outputs_are_those_of_one_process, 2)

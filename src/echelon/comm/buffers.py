@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from echelon.comm.streams import device_of
-from echelon.errors import SharedMemoryError
+from echelon.errors import DeviceMemoryError, SharedMemoryError
 
 # Smaller requests are granted unasked: reading how much memory is free would take longer.
 _LARGE_NBYTES = 2**26
@@ -95,6 +96,20 @@ def require_memory(nbytes: int, device: torch.device, *, what: str) -> None:
         and nbytes > (available := available_nbytes())
     ):
         raise SharedMemoryError(what, nbytes, available)
+
+
+@contextmanager
+def named_memory(what: str, nbytes: int, device: torch.device) -> Iterator[None]:
+    """Where torch has no memory on ``device`` in the body, raise what says for what it was.
+
+    Raises:
+        DeviceMemoryError: names ``what``, and its ``nbytes``.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).partition("\n")[0]
+        raise DeviceMemoryError(what, nbytes, str(device), said) from error
 
 
 def available_nbytes() -> int:

@@ -63,7 +63,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 def divide_for_mean(tensor: Tensor, op: str, size: int) -> None:
     """Turn a finished sum into a mean, in place; does nothing for other operations."""
-    if op != "mean":
+    if op != "mean" or size == 1:
         return
     if size & (size - 1) == 0 and tensor.is_floating_point():
         tensor.mul_(1 / size)  # for a power of two the same bits as the division, and faster

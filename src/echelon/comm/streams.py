@@ -110,6 +110,10 @@ class DeviceKind(ABC):
     def synchronize(self) -> None:
         """Return when all work that is queued is done; at once on the CPU."""
 
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what is issued now is recorded for a CUDA graph and not run."""
+
     # Memory ----------------------------------------------------------------------------------
 
     @abstractmethod
@@ -272,6 +276,9 @@ class PlainDevice(DeviceKind):
     def synchronize(self) -> None:
         pass  # a call is complete when it returns
 
+    def is_capturing(self) -> bool:
+        return False
+
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
@@ -318,6 +325,9 @@ class _CudaDevice(DeviceKind):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)

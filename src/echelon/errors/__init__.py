@@ -9,6 +9,7 @@
     │   └── UnsupportedError            a combination that this backend or technique does not have
     ├── StateError (RuntimeError)       the right call at the wrong time
     ├── DebuggerQuit                    a user has ended the run in the debugger
+    ├── DeviceMemoryError (RuntimeError)  a device has no memory for a unit
     ├── ModelMismatch                   the ranks hold different models
     ├── StageError                      a stage of a pipeline raised
     ├── CheckpointError                 a checkpoint that could not be written or read
@@ -65,6 +66,7 @@ from echelon.errors.world_errors import (
     CommError,
     CommTimeout,
     DeadlockError,
+    DeviceMemoryError,
     RankFailed,
     SharedMemoryError,
     StartMismatch,
@@ -86,6 +88,7 @@ __all__ = [
     "CommTimeout",
     "DeadlockError",
     "DebuggerQuit",
+    "DeviceMemoryError",
     "EchelonError",
     "ModelMismatch",
     "NonFiniteError",

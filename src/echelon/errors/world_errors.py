@@ -38,6 +38,26 @@ class SharedMemoryError(WorldError):
         super().__init__(message)
 
 
+class DeviceMemoryError(EchelonError, RuntimeError):
+    """A device has too little memory for what a wrapper gathers or reduces there.
+
+    It is a ``RuntimeError`` that says "out of memory", as torch's own is, so that programs which
+    look for that find it.
+
+    Attributes:
+        what: what the memory was for.
+        needed: bytes.
+    """
+
+    def __init__(self, what: str, needed: int, device: str, said: str) -> None:
+        self.what, self.needed = what, needed
+        super().__init__(
+            f"{what} needs {needed / 2**20:.1f} MiB of {device}, which is out of memory: give "
+            "smaller batches, smaller units or more ranks, or offload=ec.Offload.ALL. "
+            f"torch says: {said}"
+        )
+
+
 class AuthenticationError(WorldError):
     """What speaks as a rank of this job has not proved that it is one.
 

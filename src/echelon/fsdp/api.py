@@ -16,6 +16,7 @@ from echelon import checks
 from echelon.checks import Reduction
 from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.fsdp.build import InitialValues, build_units, check_batch_norms
 from echelon.fsdp.evaluation_rounds import EvaluationRounds
@@ -184,9 +185,11 @@ class FSDP(ShardedModule):
 
         Raises:
             StateError: it used a parameter of a unit that is sharded; names both.
-            UnsupportedError: inside of ``torch.func``, or of forward-mode differentiation.
+            UnsupportedError: inside of ``torch.func``, of forward-mode differentiation, or of the
+                capture of a CUDA graph.
         """
         _check_transforms((args, kwargs))
+        _check_capture(self._group)
         precision = self._options.precision
         if precision.compute is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
@@ -339,6 +342,15 @@ def _check_transforms(inputs: Any) -> None:
             "an FSDP inside of torch.func (grad, jvp, vmap, ...) or of forward-mode "
             "differentiation: its gathers and reductions take no part in such derivatives. Take "
             "them of the plain model, or of a model in ec.DDP, where they are of this rank's batch"
+        )
+
+
+def _check_capture(group: Group) -> None:
+    if device_of(group.device).is_capturing():
+        raise UnsupportedError(
+            "an FSDP while a CUDA graph is captured: a graph keeps the addresses of what it was "
+            "captured with, and the memory of a unit is allocated anew at each unshard. Run the "
+            "step without a graph; torch.compile makes none unless its mode asks for them"
         )
 
 

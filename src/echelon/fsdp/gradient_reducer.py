@@ -48,6 +48,7 @@ class GradientReducer:
         named = [(member.name, member.param) for storage in storages for member in storage.members]
         self._trainable = TrainableParameters(named, groups)
         self.replica_check = _replica_check(units, groups, options.check_replicas)
+        self._slots = {shard.slots for unit in units for shard in unit.gradient_shards}
         self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
 
@@ -180,6 +181,7 @@ class GradientReducer:
         with torch.no_grad():
             for reduction in reductions:
                 reduction.finish()
+            self._give_slots_back()
             used_here = [used for reduction in reductions for used in reduction.used_here]
             flags = torch.ones(
                 len(used_here) + 1, dtype=torch.uint8, device=self._groups.shard.device
@@ -209,11 +211,22 @@ class GradientReducer:
         self._trainable.take_answer(changed)
         self._trainable.compare(at_once=False)
 
+    def drop_unused(self) -> None:
+        """Free the memory of reduced gradients that ``zero_grad()`` has taken off parameters."""
+        for unit in self._units:
+            for shard in unit.gradient_shards:
+                shard.drop_unused()
+
+    def _give_slots_back(self) -> None:
+        for slots in self._slots:
+            slots.give_back()
+
     def discard(self, aborted: BackwardPass) -> None:
         """Finish the reductions of a backward that was aborted, and drop its gradients."""
         for started in aborted.reductions:
             for reduction in started:
                 reduction.finish()
+        self._give_slots_back()
         for unit, state in zip(self._units, aborted.units, strict=True):
             if state.state in (REACHED, COMPLETE):
                 for param in unit.trainable:

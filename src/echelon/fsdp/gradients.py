@@ -5,9 +5,13 @@
     gradients of a unit ─ one fused copy ─> slot (a window) ─ reduce-scatter ─> this rank's shard
 
 A slot is used by one reduction after another: a reduction waits until the one before it is over.
+Where ranks share no memory, slots have none between backwards, and sharded gradients none from the
+forward on that finds no ``.grad``: activations need it then.
 
 Gradients are copied into a slot on the current stream, so their memory may be freed at once. All
-that follows is on the reduce stream. Where gradients are kept on the host, that stream copies the
+that follows is on the reduce stream, and the reduction over replicas on a stream of its own, so
+that the next reduction of shards does not wait for it. A slot is free when the reduction of shards
+is over. Where gradients are kept on the host, that stream copies the
 reduced ones there, and the host waits for the copy at the end of backward.
 
 [Note: a reduction that others are late for]
@@ -33,15 +37,18 @@ gradients get new memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import final
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from echelon.comm.buffers import named_memory
 from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, device_of
-from echelon.comm.work import Work
+from echelon.comm.work import Window, Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
@@ -49,26 +56,53 @@ from echelon.fsdp.storage import Storage
 from echelon.modules.held_memory import count_references
 from echelon.modules.sharded_tensor import ShardedTensor
 
+_grad_of = attrgetter("grad")
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
 
 @final
 class Slots:
-    """Windows in which gradients travel, used in turn; all ranks have the same ones."""
+    """Memory in which gradients travel, used in turn; all ranks have the same slots.
+
+    Where ranks share memory, slots are windows. Elsewhere a slot has memory from the first
+    reduction of a backward that uses it until the last one is over.
+    """
 
     def __init__(self, group: Group, numel: int, dtype: torch.dtype, count: int) -> None:
-        self._windows = [group.window(numel, dtype) for _ in range(count)]
+        self._windows: list[Window] = []
+        if group.shares_memory:
+            self._windows = [group.window(numel, dtype) for _ in range(count)]
+            self._slots = [window.local for window in self._windows]
+        else:
+            self._slots = [
+                torch.empty(numel, dtype=dtype, device=group.device) for _ in range(count)
+            ]
+        self._device = device_of(group.device)
         self._users: list[Reduction | None] = [None] * count
         self._next = 0
         self._patience_s = PATIENCE_S  # see the note: a reduction that others are late for
+        self.give_back()
 
     @property
     def nbytes(self) -> int:
         """The bytes of all slots."""
-        return sum(window.numel * window.dtype.itemsize for window in self._windows)
+        return sum(slot.untyped_storage().nbytes() for slot in self._own) + sum(
+            window.numel * window.dtype.itemsize for window in self._windows
+        )
 
-    def acquire(self, user: Reduction, *, wait: bool) -> Tensor | None:
-        """Return the memory of the next slot, 1D, when the reduction before has left it.
+    @property
+    def _own(self) -> list[Tensor]:
+        """The slots whose memory is given back."""
+        return [] if self._windows else self._slots
+
+    def give_back(self) -> None:
+        """Free the memory that no other rank sees; all reductions are over."""
+        for i, slot in enumerate(self._own):
+            self._users[i] = None
+            self._device.resize(slot.untyped_storage(), 0)
+
+    def acquire(self, user: Reduction, *, wait: bool) -> tuple[int, Tensor] | None:
+        """Return the next slot, its index and memory (1D), when the reduction before has left it.
 
         Without ``wait``, return None if other ranks are late for that reduction.
         """
@@ -78,9 +112,12 @@ class Slots:
                 self._patience_s = 0.0
                 return None
             before.release_slot()
-        i, self._next = self._next, (self._next + 1) % len(self._windows)
+        i, self._next = self._next, (self._next + 1) % len(self._slots)
         self._users[i] = user
-        return self._windows[i].local
+        slot = self._slots[i]
+        if not slot.untyped_storage().nbytes():
+            self._device.resize(slot.untyped_storage(), slot.nbytes)
+        return i, slot
 
 
 @final
@@ -107,7 +144,7 @@ class GradientShard:
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
         self._version = 0  # of ``flat``, when it was last the rounded sum
-        self._slot_views: dict[int, list[list[Tensor]]] = {}  # by address of a slot
+        self._slot_views: dict[int, list[list[Tensor]]] = {}  # by index of a slot
         if grad_dtype != storage.dtype:
             for param in storage.optimizer_params:
                 param.grad_dtype = None  # otherwise torch requires the dtype of the parameter
@@ -137,6 +174,18 @@ class GradientShard:
             self._held_by_us = count_references(self._flat, self.views)
         return self._flat
 
+    def drop_unused(self) -> None:
+        """Free the memory of gradients that no parameter has any more, after ``zero_grad()``.
+
+        Gradients in memory that ranks share stay, so that the next ones are written there.
+        """
+        if self._flat is None or self.storage.group.shares_memory:
+            return
+        with DisableTorchFunctionSubclass():
+            gradients = map(_grad_of, self.storage.optimizer_params)
+            if all(map(is_, gradients, repeat(None))):
+                self._flat, self._sum, self.views = None, None, []
+
     def _leave_to_holders(self) -> None:
         """Use new memory from now on if somebody keeps gradients; see the note."""
         flat = self._flat
@@ -157,10 +206,11 @@ class GradientShard:
             device = self.storage.devices.device
             memory = torch.empty(numel, dtype=self.wire_dtype, device=device)
             return GradientBuffer(memory, self._views_in(memory))
-        memory = slot[:numel]
-        views = self._slot_views.get(memory.data_ptr())
+        i, memory = slot
+        memory = memory[:numel]
+        views = self._slot_views.get(i)
         if views is None:
-            views = self._slot_views[memory.data_ptr()] = self._views_in(memory)
+            views = self._slot_views[i] = self._views_in(memory)
         return GradientBuffer(memory, views)
 
     def _views_in(self, memory: Tensor) -> list[list[Tensor]]:
@@ -276,11 +326,24 @@ class Reduction:
         self._devices = shard.storage.devices
         self._work: Work | None = None
         self._output: Tensor | None = None
-        self._event: StreamEvent | None = None  # the end of the reduction on its stream
+        self._left_slot: StreamEvent | None = None  # from then on nothing reads the slot
+        self._event: StreamEvent | None = None  # the end of all that follows the reduction
+        self._kept: Tensor | None = None  # what another stream reads than it was allocated on
         self._is_over = False
 
     def start(self, gradients: list[Tensor | None]) -> None:
-        """Launch the reduction; empties ``gradients`` once they are copied, so they are freed."""
+        """Launch the reduction; empties ``gradients`` once they are copied, so they are freed.
+
+        Raises:
+            DeviceMemoryError: the device has no memory for it.
+        """
+        nbytes = self.shard.storage.layout.padded_numel * self.shard.wire_dtype.itemsize
+        with named_memory(self._label, nbytes, self._devices.device):
+            self._start(gradients)
+        if self._work is None:
+            self._store()
+
+    def _start(self, gradients: list[Tensor | None]) -> None:
         shard, storage, stream = self.shard, self.shard.storage, self._devices.reduce_stream
         self.used_here = [gradient is not None for gradient in gradients]
         buffer = shard.acquire_slot(self, wait=self._may_wait)
@@ -303,8 +366,6 @@ class Reduction:
             else:
                 self._output = memory
                 self._work = storage.group.all_reduce(memory, op, async_op, label=self._label)
-        if self._work is None:
-            self._store()
 
     @property
     def _may_wait(self) -> bool:
@@ -345,38 +406,51 @@ class Reduction:
     def _store(self) -> None:
         """Move the result to where it is kept; the reduction is over, or queued on the stream."""
         assert self._output is not None
-        with self._devices.reduce_stream.as_current():
-            output = self.shard.storage.without_padding(self._output)
+        storage, devices = self.shard.storage, self._devices
+        self._kept = self._output if self._replicas is not None else None
+        reduced = devices.reduce_stream.record_event()
+        with devices.replica_stream.as_current():
+            if self._replicas is not None:
+                reduced.wait()  # otherwise it would reduce what is not there yet
+            output = storage.without_padding(self._output)
             if self._replicas is not None:
                 self._replicas.all_reduce(output, self._options.op, label=self._label)
             if (divisor := self._options.divisor()) != 1:
                 output.div_(divisor)
-            if self._devices.offloads:
+            if devices.offloads:
                 on_host = self.shard.flat
                 if not self._is_direct:
-                    on_host = self._devices.empty_on_host(output.numel(), output.dtype)
+                    on_host = devices.empty_on_host(output.numel(), output.dtype)
                 self._output = on_host.copy_(output, non_blocking=True)
             else:
                 self.shard.accumulate(output, add=self._reduced_before is not None)
                 self._output = None
-        self._event = self._devices.reduce_stream.record_event()
+        self._event = devices.replica_stream.record_event()
+        self._left_slot = reduced if storage.sharded else self._event
 
     def release_slot(self) -> None:
         """Wait until the slot may be used again; on CUDA the current stream waits."""
+        self._follow()
+        if self._left_slot is not None:
+            self._left_slot.wait()
+
+    def _follow(self) -> None:
+        """Wait for the reduction over the shard group, and issue what follows it."""
         work, self._work = self._work, None
         if work is not None:
             with self._devices.reduce_stream.as_current():
                 work.wait()
             self._store()
-        if self._event is not None:
-            self._event.wait()
 
     def finish(self) -> None:
         """Wait for the reduction, and leave the result in the views."""
         if self._is_over:
             return
         self._is_over = True
-        self.release_slot()
+        self._follow()
+        if self._event is not None:
+            self._event.wait()
+        self._kept = None
         if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()

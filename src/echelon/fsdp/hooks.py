@@ -153,6 +153,7 @@ class Hooks:
             self._data_watch.begin_forward(args, kwargs)
         self._watch.begin_forward(training=self.units[0].module.training)
         self.backward.begin_forward(self._run)
+        self.reducer.drop_unused()
         for unit, running in zip(self.units, self._running, strict=True):
             unit.reshard()
             running.clear()  # an aborted forward leaves entries

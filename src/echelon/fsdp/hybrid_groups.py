@@ -41,11 +41,18 @@ class HybridGroups:
         return cls(shard, replicas, shard)
 
     def separated(self) -> HybridGroups:
-        """The same, with a communicator for all-gathers. All ranks call it."""
+        """The same, with a communicator for all-gathers. All ranks call it.
+
+        All models of the shard group use one: it lives as long as the group, and on an accelerator
+        takes memory and threads.
+        """
         if self.shard.size == 1:
             return self
-        unshard = self.shard.subgroup(range(self.shard.size))
-        assert unshard is not None, "this rank is in its own group"
+        belongings = self.shard.belongings
+        if HybridGroups not in belongings:
+            belongings[HybridGroups] = self.shard.subgroup(range(self.shard.size))
+        unshard = belongings[HybridGroups]
+        assert isinstance(unshard, Group), "this rank is in its own group"
         return replace(self, unshard=unshard)
 
     @property

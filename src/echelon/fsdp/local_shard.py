@@ -38,6 +38,7 @@ class ShardDevices:
         offload: what is kept on the host; NONE where that is the same memory.
         unshard_stream: the stream of all-gathers.
         reduce_stream: the stream of reductions.
+        replica_stream: the stream of reductions over replicas, which follow them.
     """
 
     def __init__(self, groups: HybridGroups, offload: Offload) -> None:
@@ -49,8 +50,11 @@ class ShardDevices:
         new_stream = device.current_stream if group.shares_memory else device.side_stream
         self.unshard_stream: Stream = new_stream()
         self.reduce_stream: Stream = new_stream()
-        # Both own memory, which a model that is dropped in a forward gives back while it is used.
-        end = weakref.finalize(self, _order, self.unshard_stream, self.reduce_stream)
+        has_replicas = groups.replicas is not None
+        self.replica_stream = new_stream() if has_replicas else self.reduce_stream
+        # They own memory, which a model that is dropped in a forward gives back while it is used.
+        own = dict.fromkeys([self.unshard_stream, self.reduce_stream, self.replica_stream])
+        end = weakref.finalize(self, _order, *own)
         end.atexit = False
 
     @property

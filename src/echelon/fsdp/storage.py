@@ -108,7 +108,10 @@ class Storage(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Make the shards, which may have changed, ready for the next unshard."""
+        """Make the shards, which may have changed, ready for the next unshard.
+
+        The unshard stream waits for what has changed them.
+        """
 
     @abstractmethod
     def unshard(self, *, async_op: bool = False) -> None:
@@ -405,6 +408,9 @@ def wait_for_unshards(storages: Iterable[Storage]) -> None:
 def refresh(storages: Sequence[Storage]) -> None:
     """Make the current shards ready for all ranks, which meet after that."""
     wait_for_unshards(storages)  # which read what ``refresh`` writes
+    for devices in {storage.devices for storage in storages}:
+        # The unshard stream waits for the optimizer step; otherwise it would send old shards.
+        devices.unshard_stream.wait_for_current()
     with torch.no_grad():
         for storage in storages:
             storage.is_filling = True

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from echelon.comm.buffers import named_memory
 from echelon.comm.streams import device_of
 from echelon.comm.work import Work
+from echelon.errors import DeviceMemoryError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
 from echelon.fsdp.policy import Layout, Offload
 from echelon.fsdp.shard_layout import ALIGN_NBYTES, layout_by_element, layout_by_rows, place_order
@@ -110,21 +112,31 @@ class GatheredStorage(Storage):
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.compute_dtype, device=self.devices.device)
 
+    def _take_memory(self) -> None:
+        """Allocate what the all-gather of this rank writes to: all of it, or nothing."""
+        buffers = [self._buffer] if self._parts is self._buffer else [self._buffer, self._parts]
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        try:
+            with named_memory(f"the all-gather of {self.label}", nbytes, self.devices.device):
+                for buffer in buffers:
+                    self._set_memory(buffer, allocated=True)
+        except DeviceMemoryError:
+            for buffer in buffers:
+                self._set_memory(buffer, allocated=False)
+            raise
+
     def _set_memory(self, buffer: Tensor, *, allocated: bool) -> None:
         memory, nbytes = buffer.untyped_storage(), buffer.nbytes if allocated else 0
         if memory.nbytes() != nbytes:
             device_of(self.devices.device).resize(memory, nbytes)
 
     def refresh(self) -> None:
-        # The unshard stream waits for the optimizer step; otherwise it would send old shards.
-        self.devices.unshard_stream.wait_for_current()
         self._local.refresh()
 
     def unshard(self, *, async_op: bool = False) -> None:
         stream, self.is_filling = self.devices.unshard_stream, True
         with stream.as_current():
-            self._set_memory(self._buffer, allocated=True)
-            self._set_memory(self._parts, allocated=True)
+            self._take_memory()
             self._work = self.devices.unshard_group.all_gather_single(
                 self._parts,
                 self._part_to_send(),
@@ -211,7 +223,6 @@ class ReplicatedStorage(Storage):
         if self._buffer is self._local.masters:
             return
         stream = self.devices.unshard_stream
-        stream.wait_for_current()  # the optimizer may still write the masters
         self._local.refresh()
         with stream.as_current():
             self._buffer.copy_(self._local.staged, non_blocking=True)

@@ -68,12 +68,12 @@ def local_norm(
         for gradient, norm in zip(kind, torch._foreach_norm(kind, order), strict=True)
     }
     norms = [norm_of[id(gradient)] for gradient in gradients]
-    if dtype is None:
-        dtype = norms[0].dtype
-        for norm in norms:
-            dtype = torch.promote_types(dtype, norm.dtype)
+    widest = norms[0].dtype
+    for norm in norms:
+        widest = torch.promote_types(widest, norm.dtype)
     # Where gradients are on the host, only their norms go to the device, and all at once.
-    parts = torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).to(device)
+    parts = torch.stack([norm.to(norms[0].device, widest) for norm in norms])
+    parts = parts.to(device, widest if dtype is None else dtype)
     total: Tensor = torch.linalg.vector_norm(parts, order)
     return total
 

@@ -54,6 +54,19 @@ def test_a_program_that_hangs_over_nccl_alone_is_named_with_both_lines_within_a_
         assert f"nccl_hangs.py:{line} in {name}" in said
 
 
+def test_the_page_shows_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = SCRIPT.parents[1]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run_threads(Program("examples/nccl_hangs.py"), ["ring"], RANKS, rules="nccl")
+    said = capsys.readouterr().err
+    page = (root / "docs" / "laboratory" / "nccl-rules.md").read_text()
+    assert "\n".join(said[said.index("deadlock") :].splitlines()[:5]) in page
+
+
 def test_a_batch_of_messages_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_script("batched", "nccl", monkeypatch) == 0
 

@@ -16,7 +16,7 @@ from echelon.comm.torch_dist.group import GroupSpec
 from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.native import NativeGroup
 from echelon.diagnosis.rank_monitor import RankMonitor
-from echelon.errors import CollectiveMismatch, CommError, CommTimeout
+from echelon.errors import CollectiveMismatch, CommError, CommTimeout, RankFailed
 from echelon.process import time_limits
 
 SIZE = 3
@@ -94,7 +94,7 @@ def outcomes(
         outcome: Any = None
         try:
             outcome = script(group)
-        except CommError as error:
+        except (CommError, ValueError) as error:
             outcome = error
         finally:
             job.close(outcome if isinstance(outcome, BaseException) else None)
@@ -170,6 +170,24 @@ def test_the_peer_of_a_message_that_is_not_received_is_named() -> None:
     assert isinstance(first, CommTimeout)
     assert first.missing == (1,)
     assert "send" in first.doing
+
+
+def test_a_rank_that_raises_is_named_long_before_the_timeout() -> None:
+    def script(group: NativeGroup) -> object:
+        group.all_reduce(torch.ones(2))
+        if group.rank == 1:
+            raise ValueError("the batch is empty")
+        group.all_reduce(torch.ones(2))
+        return wait_for_the_end(group)
+
+    start_s = time.monotonic()
+    first, raised, last = outcomes(script, timeout=60.0)
+    assert time.monotonic() - start_s < 30.0
+    assert isinstance(raised, ValueError)
+    for error in (first, last):
+        assert isinstance(error, RankFailed)
+        assert error.failed_rank == 1
+        assert "the batch is empty" in error.cause
 
 
 def test_ranks_that_come_late_but_in_time_are_not_ended() -> None:

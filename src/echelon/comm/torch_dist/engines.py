@@ -46,12 +46,14 @@ class NativeEngine(NamedTuple):
         shut_down: ends it; the argument says whether the job failed.
         abort: ends what it has begun, so that nothing on the device waits for another rank.
         queues: whether calls wait on the device and not on the host.
+        averages: whether its reductions have means of floating-point numbers.
     """
 
     engine: Engine
     shut_down: Callable[[bool], None]
     abort: Callable[[], None] = lambda: None
     queues: bool = False
+    averages: bool = False
 
 
 def available_backends() -> list[str]:
@@ -119,6 +121,7 @@ def start_native(
             lambda failed: nccl.abort() if failed else nccl.shutdown(),
             abort=nccl.abort,
             queues=True,
+            averages=True,
         )
     if not dist.is_initialized():
         dist.init_process_group(

@@ -175,7 +175,7 @@ class Job:
             else:
                 self._post(FailureRecord(rank=self.rank, reason=Reason.LEFT))
             failed = error is not None or self.failure is not None
-        self.stalls.end()
+        self.stalls.end(failed=failed)
         if failed:
             for step in self._sever:
                 step()

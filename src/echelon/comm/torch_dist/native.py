@@ -1,7 +1,8 @@
 """The group over an engine whose own collectives are used: NCCL, XCCL, UCC, MPI and others.
 
 The engine decides the order of sums and the precision in which bfloat16 and float16 are
-accumulated; ``"mean"`` is its sum and a division. Reductions that engines do not have (uint16,
+accumulated; ``"mean"`` is that of NCCL for float64, float32 and bfloat16, and elsewhere the sum of
+the engine and a division. Reductions that engines do not have (uint16,
 bitwise, product of complex numbers and the like) are a gather and a local reduction in rank order.
 Data that is only moved travels as bytes, so every dtype works.
 
@@ -63,6 +64,7 @@ _REDUCED = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
 }  # fmt: skip
+_AVERAGED = (torch.float64, torch.float32, torch.bfloat16)
 _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 _POLL_S = 0.0005
 _ALL_HAVE_ISSUED = (
@@ -129,6 +131,7 @@ class NativeGroup(TorchGroup):
         super().__init__(spec, None if check_peers is None else Agreement(check_peers, spec.ranks))
         self._engine: Engine | None = native.engine
         self._shut_down, self._abort = native.shut_down, native.abort
+        self._averages = native.averages
         self._check_peers = check_peers
         self._others = tuple(rank for rank in self.ranks if rank != spec.job.rank)
         self._watch = spec.job.stalls.join(self) if native.queues else None
@@ -171,10 +174,9 @@ class NativeGroup(TorchGroup):
         if view is None:
             return self._gather_and_reduce(call, tensor, op, [tensor])
         options = c10d.AllreduceOptions()
-        options.reduceOp = _engine_op(tensor, op)
+        options.reduceOp = self._engine_op(tensor, op)
         work = self._run(call, lambda engine: [engine.allreduce([view], options)])
-        work.then(lambda: divide_for_mean(tensor, op, self.size))
-        return work
+        return self._divided(work, tensor, op)
 
     def _reduce_scatter(
         self, call: CollectiveCall, output: Tensor, input: Tensor, splits: list[int], op: str
@@ -195,12 +197,11 @@ class NativeGroup(TorchGroup):
                 work.then(lambda: reduce_into([output], rows, op))
             return work
         options = c10d.ReduceScatterOptions()
-        options.reduceOp = _engine_op(output, op)
+        options.reduceOp = self._engine_op(output, op)
         work = self._run(
             call, lambda engine: [engine._reduce_scatter_base(out_view, in_view, options)]
         )
-        work.then(lambda: divide_for_mean(output, op, self.size))
-        return work
+        return self._divided(work, output, op)
 
     def _reduce(self, call: CollectiveCall, tensor: Tensor, dst: int, op: str) -> Work:
         view = _reducible(tensor, op)
@@ -209,12 +210,10 @@ class NativeGroup(TorchGroup):
         # Engines may use the tensors of the other ranks as scratch memory, so those give a copy.
         buffer = view if self.rank == dst else view.clone()
         options = c10d.ReduceOptions()
-        options.reduceOp = _engine_op(tensor, op)
+        options.reduceOp = self._engine_op(tensor, op)
         options.rootRank = dst
         work = self._run(call, lambda engine: [engine.reduce([buffer], options)])
-        if self.rank == dst:
-            work.then(lambda: divide_for_mean(tensor, op, self.size))
-        return work
+        return self._divided(work, tensor, op) if self.rank == dst else work
 
     def _gather_and_reduce(
         self, call: CollectiveCall, tensor: Tensor, op: str, outputs: list[Tensor]
@@ -224,6 +223,20 @@ class NativeGroup(TorchGroup):
         rows = _rows(everyone, self.size)
         if outputs:
             work.then(lambda: reduce_into(outputs, rows, op))
+        return work
+
+    def _engine_averages(self, tensor: Tensor, op: str) -> bool:
+        return op == "mean" and self._averages and tensor.dtype in _AVERAGED
+
+    def _engine_op(self, tensor: Tensor, op: str) -> c10d.ReduceOp:
+        if self._engine_averages(tensor, op):
+            return c10d.ReduceOp(c10d.ReduceOp.AVG)
+        return c10d.ReduceOp(_OPS[_BOOL_OPS[op] if tensor.dtype == torch.bool else op])
+
+    def _divided(self, work: Work, tensor: Tensor, op: str) -> Work:
+        """``work``, after which a mean that the engine has only summed is divided."""
+        if op == "mean" and not self._engine_averages(tensor, op):
+            work.then(lambda: divide_for_mean(tensor, op, self.size))
         return work
 
     # Movement --------------------------------------------------------------------------------
@@ -398,10 +411,6 @@ def _reducible(tensor: Tensor, op: str) -> Tensor | None:
     if tensor.dtype == torch.bool:
         return tensor.view(torch.uint8)
     return tensor if tensor.dtype in _REDUCED else None
-
-
-def _engine_op(tensor: Tensor, op: str) -> c10d.ReduceOp:
-    return c10d.ReduceOp(_OPS[_BOOL_OPS[op] if tensor.dtype == torch.bool else op])
 
 
 def _rooted(rank: int) -> c10d.BroadcastOptions:

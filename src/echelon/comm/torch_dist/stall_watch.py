@@ -6,7 +6,7 @@ after some minutes NCCL's own watchdog ends the process without a word of the ot
 of each rank looks at the newest call of every group, which is done only when all before it are.
 If it is not done in time, the rank asks the others in the store what they have issued, says what
 is wrong, and aborts its communicators. The script, which may wait for the device, goes on then, and
-its next call raises.
+its next call raises. A rank that fails in another way has the others look at once.
 
 Other engines wait on the host, and tell by themselves.
 """
@@ -131,8 +131,11 @@ class StallWatch:
 
         return add
 
-    def end(self) -> None:
-        """Watch no more."""
+    def end(self, *, failed: bool = False) -> None:
+        """Watch no more; where this rank has ``failed``, have the others look at once."""
+        if failed and self._groups and not self._ended.is_set():
+            with suppress(RuntimeError):  # the store is gone
+                self._store.set(_KEY, str(self._rank))
         self._ended.set()
 
     def _run(self) -> None:

@@ -265,6 +265,7 @@ class GroupFactory:
                 cast(Engine, process_group),
                 leave_running,
                 abort=process_group.abort,
+                averages=self.backend == "nccl",
                 queues=not device_of(self.device).is_host,
             )
             return NativeGroup(spec, native, self._check_peers(name, ranks))
