@@ -42,7 +42,7 @@ class Block(nn.Module):
         return product
 
 
-def times(costs: dict[str, float], **options: Any) -> tuple[float, float]:
+def times(costs: dict[str, float], replicas: int = 1, **options: Any) -> tuple[float, float]:
     """The time of the forward and of the backward of a step that is not the first."""
 
     def cost(operation: str, nbytes: int) -> float:
@@ -50,9 +50,13 @@ def times(costs: dict[str, float], **options: Any) -> tuple[float, float]:
 
     with played_devices(), watched(Detector(costs=cost)) as detector:
         blocks = nn.Sequential(*[Block() for _ in range(NUM_UNITS)])
+        group: Any = FakeGroup(0, range(4 * replicas))
+        if replicas > 1:
+            options["replicate"] = group.subgroup(range(0, 4 * replicas, 4))
+            group = group.subgroup(range(4))
         model = ec.FSDP(
             blocks,
-            FakeGroup(0, range(4)),
+            group,
             units=ec.units.by_type(Block),
             min_num_params=0,
             **options,
@@ -101,6 +105,15 @@ def test_by_default_a_backward_hides_all_gathers_but_the_first(gather: float) ->
 def test_by_default_a_backward_hides_all_reductions_but_the_last(reduction: float) -> None:
     _, backward = times({"reduce_scatter_single": reduction})
     assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + reduction)
+
+
+@pytest.mark.parametrize("over_replicas", [1.0, 2.0])
+def test_by_default_a_backward_hides_all_reductions_over_replicas_but_the_last(
+    over_replicas: float,
+) -> None:
+    costs = {"reduce_scatter_single": 0.9, "all_reduce": over_replicas}
+    _, backward = times(costs, replicas=2, strategy=ec.Strategy.HYBRID_SHARD)
+    assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + 0.9 + over_replicas)
 
 
 @pytest.mark.parametrize("gather", GATHERS)
