@@ -33,12 +33,14 @@ class Detector:
     Args:
         costs: the time of an operation, by its name and the bytes that it writes; None: nothing
             takes time.
-        dropped: a place, as ``places`` has them, at which waits are left out.
+        dropped: a place, as ``places`` has them, at which waits are left out; or one of
+            ``stream_places``, at which work stays on the current stream.
 
     Attributes:
         findings: the races, without repetitions.
         host_waits: how often the host waited for a device, by place.
         places: how often a wait was issued, by place.
+        stream_places: how often a stream was made current, by place.
         foreign: the streams that a thread used which is not that of the rank.
         mixed: the places at which an operator got tensors of both memories.
     """
@@ -54,6 +56,7 @@ class Detector:
         self.findings: list[Finding] = []
         self.host_waits: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
+        self.stream_places: Counter[str] = Counter()
         self.foreign: Counter[str] = Counter()
         self.mixed: Counter[str] = Counter()
         self.dropped = dropped
@@ -63,6 +66,7 @@ class Detector:
         self._communicators: dict[object, Line] = {}
         self.default = Line("the default stream")
         self._streams = [self.default]
+        self._lock = threading.Lock()
         self._owner = 0
         self._threads: dict[int, Thread] = {}
 
@@ -76,6 +80,7 @@ class Detector:
         for mine, theirs in (
             (self.host_waits, other.host_waits),
             (self.places, other.places),
+            (self.stream_places, other.stream_places),
             (self.foreign, other.foreign),
             (self.mixed, other.mixed),
         ):
@@ -89,6 +94,11 @@ class Detector:
     def thread(self) -> Thread:
         """The thread that asks; that of the rank, where the garbage collector runs in another."""
         return self._threads.get(threading.get_ident(), self._threads[self._owner])
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the thread that asks is not that of the rank; it makes tensors on the host."""
+        return threading.get_ident() in self._threads and threading.get_ident() != self._owner
 
     @property
     def current(self) -> Line:
@@ -140,9 +150,11 @@ class Detector:
 
     @contextmanager
     def as_current(self, line: Line) -> Iterator[None]:
-        """Make a stream current in the body."""
-        thread = self.thread
-        before, thread.current = thread.current, line
+        """Make a stream current in the body, unless this is where that is left out."""
+        thread, place = self.thread, f"stream of {place_of_call()}"
+        self.stream_places[place] += 1
+        before = thread.current
+        thread.current = before if place == self.dropped else line
         try:
             yield
         finally:
@@ -178,35 +190,34 @@ class Detector:
         """An operation that the host has launched on a line, or does itself."""
         if line is not self.host:
             line.join(self.host.now())  # it was launched after what the host has waited for
-            if threading.get_ident() != self._owner:
+            if self.is_beside:
                 self.foreign[line.name] += 1
         cost = 0.0
         if self._costs is not None:
             cost = self._costs(
                 name, sum(end - start for _, ranges in writes for start, end in ranges)
             )
-        tick = line.operate(cost)
-        access = Access(line, tick, Operation(name, place_of_call(), line.name))
-        for memory, ranges in reads:
-            self._note(memory.touch(ranges, access, writes=False))
-        for memory, ranges in writes:
-            self._note(memory.touch(ranges, access, writes=True))
+        operation = Operation(name, place_of_call(), line.name)
+        with self._lock:
+            access = Access(line, line.operate(cost), operation)
+            for memory, ranges in reads:
+                self._note(memory.touch(ranges, access, writes=False))
+            for memory, ranges in writes:
+                self._note(memory.touch(ranges, access, writes=True))
 
     def free(self, memory: Memory) -> None:
         """Memory was given back."""
-        if memory.pool is not None and memory.uses_after():
-            self._given_back.setdefault(memory.pool, []).append(memory)
+        with self._lock:
+            if memory.pool is not None and memory.uses_after():
+                self._given_back.setdefault(memory.pool, []).append(memory)
 
     def allocate(self, pool: Line) -> None:
         """A pool hands out memory; it may be any of its line."""
-        for memory in self._given_back.pop(pool, ()):
-            operation = Operation("allocation", place_of_call(), pool.name)
-            self._note(
-                [
-                    Finding("use after free", before, operation, memory.nbytes)
-                    for before in memory.uses_after()
-                ]
-            )
+        operation = Operation("allocation", place_of_call(), pool.name)
+        with self._lock:
+            for memory in self._given_back.pop(pool, ()):
+                late, nbytes = memory.uses_after(), memory.nbytes
+                self._note([Finding("use after free", use, operation, nbytes) for use in late])
 
     def still_used(self) -> list[Operation]:
         """What may still use memory that was given back and was not handed out since."""

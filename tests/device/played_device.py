@@ -7,6 +7,7 @@ Operators are seen by a ``TorchDispatchMode``, also those of backward; devices b
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.comm import streams
 from echelon.comm.derived import Reduce
 from echelon.comm.fake.group import FakeGroup
+from echelon.comm.group import Group
 from echelon.comm.primitives import (
     AllGather,
     AllReduce,
@@ -83,9 +85,10 @@ class PlayedStorages:
 
     def sweep(self) -> None:
         """Free what nobody refers to any more; called before any clock moves."""
-        for key in [key for key in self._known if _is_gone(key)]:
-            _, memory = self._known.pop(key)
-            self._detector.free(memory)
+        for key in [key for key in list(self._known) if _is_gone(key)]:
+            known = self._known.pop(key, None)
+            if known is not None:  # nor has another thread seen it
+                self._detector.free(known[1])
 
     def add(self, tensor: Tensor, pool: Line | None, *, on_host: bool = False) -> Memory:
         """A new allocation."""
@@ -111,7 +114,7 @@ class PlayedStorages:
         """The memory of a tensor; where one comes from that was not seen before is not known."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         if known is None or _is_gone(known[0].cdata):
-            return self.add(tensor, None)
+            return self.add(tensor, None, on_host=self._detector.is_beside)
         return known[1]
 
     def part(self, tensor: Tensor) -> Part:
@@ -154,6 +157,8 @@ class Played(TorchDispatchMode):
         detector, host, device = self.detector, [], []
         for tensor, (memory, _) in zip(tensors, parts, strict=True):
             (host if memory.on_host else device).append(tensor)
+        if not host and not device:
+            return detector.host if detector.is_beside else detector.current
         if not host or (func.overloadpacket in _COPIES and device):
             return detector.current
         if not device:
@@ -423,6 +428,8 @@ class PlayedWork(Work):
 
 
 _mail = Mail()
+_ends: weakref.WeakKeyDictionary[threading.Thread, Point] = weakref.WeakKeyDictionary()
+_of_host: weakref.WeakSet[Group] = weakref.WeakSet()  # groups whose tensors are on the host
 
 
 def _tensors_of(operation: Any, rank: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -453,7 +460,7 @@ def _watched(start: Callable[..., Work]) -> Callable[..., Work]:
 
     def watched(group: Any, call: Any, operation: Any) -> Work:
         played: Played | None = getattr(_here, "played", None)
-        if played is None or played.is_muted:
+        if played is None or played.is_muted or group in _of_host:
             return start(group, call, operation)
         played.storages.sweep()
         detector, peer = played.detector, _peer(operation)
@@ -490,6 +497,18 @@ def _device(device: torch.device) -> streams.DeviceKind:
     return streams.PlainDevice(device) if played is None else PlayedDevice(played, device)
 
 
+def _making_subgroups(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``Group.subgroup``, which remembers the groups that were asked for on the host."""
+
+    def subgroup(group: Group, ranks: Sequence[int], **options: Any) -> Group | None:
+        made: Group | None = plain(group, ranks, **options)
+        if made is not None and options.get("device") == "cpu":
+            _of_host.add(made)
+        return made
+
+    return subgroup
+
+
 def _reading(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A method that gives the host values past the dispatcher."""
 
@@ -509,13 +528,27 @@ def _starting(plain: Callable[..., Any]) -> Callable[..., Any]:
         played: Played | None = getattr(_here, "played", None)
         if played is not None:
             run, begin = thread.run, played.detector.host.now()
-            thread.run = lambda: _run_watched(played, begin, run)  # type: ignore[method-assign]
+            thread.run = lambda: _run_watched(thread, played, begin, run)  # type: ignore[method-assign]
         plain(thread)
 
     return start
 
 
-def _run_watched(played: Played, begin: Point, run: Callable[[], None]) -> None:
+def _joining(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``Thread.join``, after which what the thread has done is done."""
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        plain(thread, timeout)
+        played: Played | None = getattr(_here, "played", None)
+        if played is not None and thread in _ends:
+            played.detector.host.join(_ends[thread])
+
+    return join
+
+
+def _run_watched(
+    thread: threading.Thread, played: Played, begin: Point, run: Callable[[], None]
+) -> None:
     played.detector.begin_thread(begin)
     _here.played = Played(played.detector, played.storages)
     try:
@@ -523,7 +556,7 @@ def _run_watched(played: Played, begin: Point, run: Callable[[], None]) -> None:
             run()
     finally:
         del _here.played
-        played.detector.end_thread()
+        _ends[thread] = played.detector.end_thread()
 
 
 @contextmanager
@@ -533,9 +566,11 @@ def played_devices() -> Iterator[None]:
         patch.setitem(streams.kinds, "cpu", _device)
         for group in (FakeGroup, ThreadGroup):
             patch.setattr(group, "_start", _watched(group._start))
+        patch.setattr(Group, "subgroup", _making_subgroups(Group.subgroup))
         for method in ("tolist", "numpy"):
             patch.setattr(Tensor, method, _reading(getattr(Tensor, method)))
         patch.setattr(threading.Thread, "start", _starting(threading.Thread.start))
+        patch.setattr(threading.Thread, "join", _joining(threading.Thread.join))
         yield
 
 

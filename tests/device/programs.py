@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -493,6 +494,49 @@ def _pipeline_programs() -> Iterator[tuple[str, Program]]:
         yield f"pipeline {name}", partial(_pipeline, partial(_planned, plan), 2, 8)
 
 
+# Saves -------------------------------------------------------------------------------------------
+
+
+def _saving_main(
+    make: Callable[[nn.Module, Group], nn.Module],
+    folder: str,
+    detectors: Sequence[Detector],
+    world: World,
+) -> None:
+    world.group.shares_memory = False
+    with watched(detectors[world.rank]):
+        torch.manual_seed(0)
+        training = Training(make(Model(), world.group), world.group)
+        training.step(1)
+        for step in (1, 2):
+            saving = ec.async_save(
+                folder, step=step, model=training.model, optimizer=training.optimizer
+            )
+            training.step(2)
+            saving.wait()
+        ec.load(folder, model=training.model, optimizer=training.optimizer)
+        training.step(1)
+
+
+def _save(make: Callable[[nn.Module, Group], nn.Module], detector: Detector) -> None:
+    detectors = [detector, detector.of_another_rank(1)]
+    with TemporaryDirectory() as folder:
+        ec.run(partial(_saving_main, make, folder, detectors), 2)
+    detector.take(detectors[1])
+
+
+def _save_programs() -> Iterator[tuple[str, Program]]:
+    blocks = ec.units.by_type(Block)
+    for name, make in {
+        "DDP": ec.DDP,
+        "FSDP": partial(ec.FSDP, units=blocks, min_num_params=20),
+        "FSDP by rows": partial(ec.FSDP, units=blocks, min_num_params=20, layout="rows"),
+        "FSDP offloaded": partial(ec.FSDP, units=blocks, offload=Offload.ALL, precision=BF16),
+    }.items():
+        yield f"saves of {name}", partial(_save, make)
+
+
 PROGRAMS: dict[str, Program] = {
     **dict(_fsdp_programs()), **dict(_act_programs()), **dict(_pipeline_programs()),
+    **dict(_save_programs()),
 }  # fmt: skip

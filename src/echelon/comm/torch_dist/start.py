@@ -265,7 +265,6 @@ class GroupFactory:
                 cast(Engine, process_group),
                 leave_running,
                 abort=process_group.abort,
-                averages=self.backend == "nccl",
                 queues=not device_of(self.device).is_host,
                 averages=self.backend == "nccl",
             )
