@@ -99,7 +99,7 @@ def parts_of(device: str, tiny: bool, out: Path) -> list[Part]:
         script("races", 70.0, resumes=True),
         script("world of one", 90.0, resumes=True),
         script("many ranks", 150.0, resumes=True),
-        script("features", 60.0, resumes=True),
+        script("features", 75.0, resumes=True),
         script("traces", 60.0, resumes=True),
         script("copies", 60.0, resumes=True),
     ]
