@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from gpu_device import arguments, synchronize
 from gpu_disturbance import Disturbance, disturbed
-from gpu_network import AbsentRanks, Network
+from gpu_network import AbsentRanks, Network, cycles_per_ms
 from torch import Tensor, nn
 
 import echelon as ec
@@ -194,7 +194,7 @@ def main() -> int:
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write where a race is
     races = Races(device)
     if device.type == "cuda":
-        Disturbance(device, 0).delay()  # measures how long cycles take
+        cycles_per_ms(device)  # is measured now and then known
     return run_lines(lines_of(races), device.type, options.after)
 
 

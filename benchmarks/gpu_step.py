@@ -208,6 +208,7 @@ def counted(trainee: Trainee) -> dict[str, Any]:
     synchronize(trainee.device)
     with torch.profiler.profile(activities=activities) as profiler:
         trainee.step()
+        synchronize(trainee.device)
     assert profiler.profiler is not None
     return count_events(profiler.profiler.kineto_results.events())
 
