@@ -359,9 +359,9 @@ def _check_queues(group: Group) -> None:
     """Refuse one queue for the streams of gathers and of reductions, which overtake each other."""
     if group.size > 1 and not group.shares_memory and device_of(group.device).has_one_queue():
         raise UnsupportedError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share a queue. FSDP gathers "
-            "and reduces on streams of their own, which then hide nothing, and wait for each other "
-            "for ever where ranks use different units: unset it, or set it to 8"
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share a queue. FSDP "
+            "gathers and reduces on streams of their own, which then hide nothing, and wait for "
+            "each other for ever where ranks use different units: unset it, or set it to 8"
         )
 
 
