@@ -147,3 +147,12 @@ def test_a_device_has_the_name_of_its_product(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     assert streams.device_of(torch.device("cuda", 1)).name() == "GPU 1"
     assert streams.device_of(torch.device("cpu")).name() == "cpu"
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("8", False), (None, False)])
+def test_one_connection_to_a_device_is_one_queue(monkeypatch, value, expected) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    assert streams.device_of(CUDA).has_one_queue() == expected
+    assert not streams.device_of(CPU).has_one_queue()

@@ -179,6 +179,18 @@ def test_a_device_without_memory_for_a_unit_is_named_and_the_next_step_runs(
     assert all("torch says: CUDA out of memory. Tried to allocate it." in text for text in texts)
 
 
+class OneQueue(streams.PlainDevice):
+    def has_one_queue(self) -> bool:
+        return True
+
+
+def test_a_device_whose_streams_share_a_queue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(streams.kinds, "cpu", OneQueue)
+    with pytest.raises(ec.UnsupportedError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
+        ec.FSDP(Block(6, 7), FakeGroup(0, range(2)))
+    ec.FSDP(Block(6, 7), FakeGroup(0, range(1)))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ used it, call ``wait_for_current`` first.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -157,6 +158,10 @@ class DeviceKind(ABC):
         """The product that a CUDA device is; of others what torch calls them."""
 
     @abstractmethod
+    def has_one_queue(self) -> bool:
+        """Whether its streams share a queue, so that one of them can hold up all others."""
+
+    @abstractmethod
     def identity(self) -> str | None:
         """What tells it from every other device anywhere; None where ranks may share it."""
 
@@ -296,6 +301,9 @@ class PlainDevice(DeviceKind):
     def name(self) -> str:
         return str(self.device)
 
+    def has_one_queue(self) -> bool:
+        return False
+
     def identity(self) -> str | None:
         return None
 
@@ -340,6 +348,9 @@ class _CudaDevice(DeviceKind):
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.device)
+
+    def has_one_queue(self) -> bool:
+        return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
     def identity(self) -> str | None:
         return str(torch.cuda.get_device_properties(self.device).uuid)

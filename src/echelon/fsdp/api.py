@@ -159,6 +159,7 @@ class FSDP(ShardedModule):
         )
         _check_arguments(module, group, strategy, replicate)
         _check_flat(options, group)
+        _check_queues(group)
         checks.function("materialize", materialize, "a module", or_none=True)
         groups = HybridGroups.of(group, replicate)
         skipped = ignored_parameters(module, ignored)
@@ -351,6 +352,16 @@ def _check_capture(group: Group) -> None:
             "an FSDP while a CUDA graph is captured: a graph keeps the addresses of what it was "
             "captured with, and the memory of a unit is allocated anew at each unshard. Run the "
             "step without a graph; torch.compile makes none unless its mode asks for them"
+        )
+
+
+def _check_queues(group: Group) -> None:
+    """Refuse one queue for the streams of gathers and of reductions, which overtake each other."""
+    if group.size > 1 and not group.shares_memory and device_of(group.device).has_one_queue():
+        raise UnsupportedError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share a queue. FSDP "
+            "gathers and reduces on streams of their own, which then hide nothing, and wait for "
+            "each other for ever where ranks use different units: unset it, or set it to 8"
         )
 
 
