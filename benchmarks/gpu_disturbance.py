@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 from gpu_network import cycles_per_ms
+from torch.utils._python_dispatch import _disable_current_modes
 
 from echelon.comm import streams
 
@@ -81,7 +82,8 @@ class Disturbance:
         elif memory.nbytes() and self._delays is not None:
             owner = self._owners.get(memory._cdata)
             if owner is not None:
-                with torch.cuda.stream(owner):
+                # Echelon's own watch of writes in a forward is a mode, and this is no write of it.
+                with torch.cuda.stream(owner), _disable_current_modes():
                     torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory).fill_(POISON)
 
 
