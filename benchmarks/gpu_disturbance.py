@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from gpu_device import has_streams
 from gpu_network import cycles_per_ms
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -52,7 +53,7 @@ class Disturbance:
 
     def delay(self) -> None:
         """Have the current stream sleep for a while."""
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return
         if self._delays is None:
             torch.cuda.synchronize(self.device)
@@ -75,7 +76,7 @@ class Disturbance:
 
     def resize(self, memory: torch.UntypedStorage, nbytes: int) -> None:
         """Fill memory that is freed with NaN, on the stream from whose pool it is."""
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return
         if nbytes:
             self._owners[memory._cdata] = torch.cuda.current_stream(self.device)
