@@ -24,7 +24,7 @@ from echelon.comm import streams
 
 __all__ = ["Disturbance", "disturbed"]
 
-LONGEST_MS = 1.5  # far more than any kernel of the small models here
+LONGEST_MS = 1.0  # far more than any kernel of the small models here
 POISON = 0xFF  # as bytes of a floating-point number: NaN
 
 Kind = Callable[[torch.device], streams.DeviceKind]
