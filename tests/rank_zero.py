@@ -109,12 +109,14 @@ def group_of(size: int, device: torch.device | None = None) -> tuple[NativeGroup
     calls = EngineCalls()
     job = Job(c10d.HashStore(), RankMonitor.alone(0))
 
-    def connect(name: str, ranks: tuple[int, ...]) -> NativeGroup:
-        spec = GroupSpec(job, name, ranks, device or torch.device("cpu"), 60.0, connect)
+    def connect(name: str, ranks: tuple[int, ...], device: torch.device) -> NativeGroup:
+        spec = GroupSpec(job, name, ranks, device, 60.0, connect)
         engine = CountingEngine(ranks.index(0), len(ranks), calls)
-        return NativeGroup(spec, NativeEngine(cast(Engine, engine), lambda failed: None, True))
+        return NativeGroup(
+            spec, NativeEngine(cast(Engine, engine), lambda failed: None, averages=True)
+        )
 
-    return connect("world", tuple(range(size))), calls
+    return connect("world", tuple(range(size)), device or torch.device("cpu")), calls
 
 
 @contextmanager
