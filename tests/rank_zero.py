@@ -129,7 +129,7 @@ def group_of(
             spec, NativeEngine(cast(Engine, engine), lambda failed: None, averages=True)
         )
 
-    return connect("world", tuple(range(size))), calls
+    return connect("world", tuple(range(size)), device or torch.device("cpu")), calls
 
 
 @contextmanager
