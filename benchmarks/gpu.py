@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ RESERVE_S = 6.0  # to end what runs and to write the page
 SHARES = 4  # processes that run tests at the same time
 DEVICE_LOST = 75  # as in tests/cuda/lines.py, which a Python without torch cannot import
 STACK_S = 1.5  # for a process that is killed to print where it is
+_running: set[subprocess.Popen[bytes]] = set()
 
 PROBE = """
 import importlib.metadata as m, json, os, platform, sys
@@ -99,7 +102,7 @@ def parts_of(device: str, tiny: bool, out: Path) -> list[Part]:
         script("races", 70.0, resumes=True),
         script("world of one", 90.0, resumes=True),
         script("many ranks", 150.0, resumes=True),
-        script("features", 60.0, resumes=True),
+        script("features", 75.0, resumes=True),
         script("traces", 60.0, resumes=True),
         script("copies", 60.0, resumes=True),
     ]
@@ -121,7 +124,7 @@ def run_part(
         ending, latest = _run_process([python, *part.command, *more], environ, max(left_s, 1.0))
         output += latest
         begun = [line[6:] for line in latest.splitlines() if line.startswith("BEGIN ")]
-        rows = [json.loads(line[7:]) for line in latest.splitlines() if line.startswith("RESULT ")]
+        rows = list(results_of(latest))
         results += rows
         if not (part.resumes and begun):
             break
@@ -147,6 +150,14 @@ def run_part(
     }
 
 
+def results_of(output: str) -> Iterator[dict[str, Any]]:
+    """The results that a part has printed; the last one may be torn where it was killed."""
+    for line in output.splitlines():
+        if line.startswith("RESULT "):
+            with suppress(ValueError):
+                yield json.loads(line.removeprefix("RESULT "))
+
+
 def _run_process(command: list[str], environ: dict[str, str], limit_s: float) -> tuple[str, str]:
     """How a process ended, and all that it has printed.
 
@@ -162,6 +173,7 @@ def _run_process(command: list[str], environ: dict[str, str], limit_s: float) ->
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _running.add(process)
         try:
             process.wait(limit_s)
             ending = f"exit code {process.returncode}"
@@ -171,10 +183,23 @@ def _run_process(command: list[str], environ: dict[str, str], limit_s: float) ->
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STACK_S)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             process.wait()
+            _running.discard(process)
         return ending, _text_of(file)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a part and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end(number: int, frame: object) -> None:
+    """End all parts with this process: they are in sessions of their own."""
+    for process in list(_running):
+        _kill(process)
+    os._exit(128 + number)
 
 
 def _text_of(file: IO[bytes]) -> str:
@@ -240,9 +265,13 @@ def commit() -> str:
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """Write both files anew."""
+    """Write both files anew; if the page cannot be made, the next part runs all the same."""
     (out / "gpu.json").write_text(json.dumps(report, indent=1))
-    (out / "gpu.md").write_text(page_of(report))
+    try:
+        page = page_of(report)
+    except Exception:
+        page = f"# The page could not be made from gpu.json\n\n```\n{traceback.format_exc()}```\n"
+    (out / "gpu.md").write_text(page)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -312,4 +341,6 @@ def _run_stage(
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, _end)
     sys.exit(main())

@@ -32,6 +32,7 @@ __all__ = [
     "out_folder",
     "place_of",
     "say",
+    "sm_clock",
     "synchronize",
 ]
 
@@ -103,6 +104,16 @@ def clocks() -> dict[str, str] | None:
         return {"error": (answer.stdout + answer.stderr).strip()[:300]}
     values = [value.strip() for value in answer.stdout.strip().split(",")]
     return dict(zip(_CLOCKS, values, strict=False))
+
+
+def sm_clock(device: torch.device) -> dict[str, str] | None:
+    """The clock of the multiprocessors now; None without a device."""
+    if device.type != "cuda":
+        return None
+    try:
+        return {"clocks.sm": f"{torch.cuda.clock_rate(device)} MHz"}
+    except Exception:  # pynvml is not there, or says why it cannot: nvidia-smi is slower
+        return clocks() or {}
 
 
 def median_s(

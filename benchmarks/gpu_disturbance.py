@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
@@ -36,14 +37,14 @@ class Disturbance:
         without: the site that is taken away.
 
     Attributes:
-        sites: those that were reached.
+        sites: how often each was reached.
     """
 
     def __init__(
         self, device: torch.device, seed: int | None = None, without: str | None = None
     ) -> None:
         self.device, self.without = device, without
-        self.sites: set[str] = set()
+        self.sites: Counter[str] = Counter()
         self._delays = None if seed is None else random.Random(seed)
         self._owners: dict[int, torch.cuda.Stream] = {}  # by storage, whose pool it is from
 
@@ -60,13 +61,13 @@ class Disturbance:
     def allows(self, method: str) -> bool:
         """Note a site, two calls further out; whether it is there."""
         site = f"{sys._getframe(2).f_code.co_qualname}: {method}"
-        self.sites.add(site)
+        self.sites[site] += 1
         return site != self.without
 
     def has_engine_wait(self) -> bool:
         """The same for the wait of a collective."""
         site = "NativeWork: wait"
-        self.sites.add(site)
+        self.sites[site] += 1
         return site != self.without
 
     def resize(self, memory: torch.UntypedStorage, nbytes: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from gpu_device import arguments, synchronize
 from gpu_disturbance import Disturbance, disturbed
-from gpu_network import AbsentRanks, Network
+from gpu_network import AbsentRanks, Network, cycles_per_ms
 from torch import Tensor, nn
 
 import echelon as ec
@@ -131,7 +131,7 @@ class Races:
         if title not in self._references:
             disturbance = Disturbance(self.device)
             self._references[title] = trained(title, disturbance)
-            self._sites[title] = disturbance.sites
+            self._sites[title] = set(disturbance.sites)
         return self._references[title]
 
     def cases_of(self, site: str) -> list[str]:
@@ -160,7 +160,7 @@ class Races:
     def planted(self, site: str) -> Mapping[str, Any]:
         """Without a site the bits differ in some case."""
         if self.device.type != "cuda":
-            raise LeftOut(f"planted fault, without {site}: the CPU has no streams")
+            raise LeftOut("a planted fault, for which the CPU has no streams")
         cases = self.cases_of(site)
         row = {"kind": "race", "fault": site, "meaning": NEEDED.get(site, "")}
         for seed in range(TRIES):
@@ -190,11 +190,11 @@ def lines_of(races: Races) -> Iterator[tuple[str, Line]]:
 
 def main() -> int:
     options, device = arguments(__doc__)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would write where a race is
     races = Races(device)
     if device.type == "cuda":
-        Disturbance(device, 0).delay()  # measures how long cycles take
+        cycles_per_ms(device)  # is measured now and then known
     return run_lines(lines_of(races), device.type, options.after)
 
 

@@ -7,12 +7,12 @@ which counts kernels and the waits of the host. Units are milliseconds and bytes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from gpu_device import clocks, forget, synchronize
+from gpu_device import forget, sm_clock, synchronize
 from llama import ONE_BILLION, Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.autograd import DeviceType
@@ -22,6 +22,7 @@ __all__ = [
     "Figures",
     "Trainee",
     "config_of",
+    "count_events",
     "counted",
     "facts_of",
     "flops_of",
@@ -104,6 +105,8 @@ class Trainee:
         generator = torch.Generator().manual_seed(1)
         shape = (config.batch, config.context)
         self.tokens = torch.randint(config.vocabulary, shape, generator=generator).to(device)
+        del model
+        forget(device)  # what it took to build the model
 
     def step(self) -> tuple[float, float, Tensor]:
         """One step; the times at which forward and backward were issued, and the loss."""
@@ -176,7 +179,7 @@ def timed(trainee: Trainee, num_steps: int, first: Figures | None = None) -> dic
         "backward_ms": figures.backward_ms,
         "losses": (first.losses if first else []) + figures.losses,
         **(memory or dict.fromkeys(after)),
-        "clocks": clocks() if trainee.device.type == "cuda" else None,
+        "clocks": sm_clock(trainee.device),
     }
 
 
@@ -205,9 +208,15 @@ def counted(trainee: Trainee) -> dict[str, Any]:
     synchronize(trainee.device)
     with torch.profiler.profile(activities=activities) as profiler:
         trainee.step()
+        synchronize(trainee.device)
     assert profiler.profiler is not None
+    return count_events(profiler.profiler.kineto_results.events())
+
+
+def count_events(events: Iterable[Any]) -> dict[str, int]:
+    """The same of the events of a profiler."""
     kernels = launches = waits = 0
-    for event in profiler.profiler.kineto_results.events():
+    for event in events:
         name = event.name()
         if event.device_type() == DeviceType.CUDA:
             is_copy = name.startswith(("Memcpy", "Memset"))

@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import has_ended
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE: dict[str, Any] = {
@@ -139,6 +143,43 @@ def test_parts_of_one_stage_run_at_the_same_time(
     ]
     report = run(gpu, monkeypatch, tmp_path / "out", parts)
     assert all(row["ok"] for row in report["parts"])
+
+
+@pytest.mark.slow
+def test_what_ends_the_driver_ends_its_parts(tmp_path: Path) -> None:
+    code = (
+        "import sys, signal, pathlib, gpu\n"
+        "out = pathlib.Path(sys.argv[1])\n"
+        "program = f'import os, time, pathlib; pathlib.Path({str(out / \"pid\")!r})'\n"
+        "program += '.write_text(str(os.getpid())); time.sleep(100)'\n"
+        "part = gpu.Part(name='long', stage='long', command=('-c', program), limit_s=90.0)\n"
+        "gpu.parts_of = lambda device, tiny, out: [part]\n"
+        "gpu.candidates = lambda: [sys.executable]\n"
+        "signal.signal(signal.SIGTERM, gpu._end)\n"
+        "gpu.main(['--device', 'cpu', '--out', str(out)])\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environ) as driver:
+        file = tmp_path / "pid"
+        end_s = time.monotonic() + 60
+        while not (file.exists() and file.read_text()):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        pid = int(file.read_text())
+        driver.terminate()
+        assert driver.wait(20) == 128 + signal.SIGTERM
+    while not has_ended(pid):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def test_a_result_that_is_torn_is_left_out_and_a_page_that_fails_keeps_the_json(
+    gpu, tmp_path: Path
+) -> None:
+    assert list(gpu.results_of('RESULT {"a": 1}\nother\nRESULT {"a": 1, "b"')) == [{"a": 1}]
+    gpu.write({"parts": [{}]}, tmp_path)
+    assert json.loads((tmp_path / "gpu.json").read_text()) == {"parts": [{}]}
+    assert "KeyError" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +45,7 @@ def run_lines(
         print(f"RESULT {json.dumps(row)}", flush=True)
         code = max(code, int(bool(row["error"])))
         if lost:
-            return DEVICE_LOST
+            os._exit(DEVICE_LOST)  # to end in good order needs the device, too
     return code
 
 

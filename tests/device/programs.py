@@ -110,14 +110,14 @@ def fsdp(
     **options: Any,
 ) -> Training:
     group = FakeGroup(rank, range(size * replicas))
-    shard: Group = group if replicas == 1 else _part(group, range(size))
+    shard: Group = group if replicas == 1 else part_of(group, range(size))
     if replicas > 1:
-        options["replicate"] = _part(group, range(0, size * replicas, size))
+        options["replicate"] = part_of(group, range(0, size * replicas, size))
     options = {"min_num_params": 20, "units": ec.units.by_type(Block), **options}
     return Training(ec.FSDP(model(), shard, **options), shard)
 
 
-def _part(group: Group, ranks: range) -> Group:
+def part_of(group: Group, ranks: range) -> Group:
     part = group.subgroup(ranks)
     assert part is not None
     return part

@@ -12,6 +12,7 @@ import echelon as ec
 from echelon.comm.fake.group import FakeGroup
 from tests.device.detector import Detector
 from tests.device.played_device import played_devices, watched
+from tests.device.programs import part_of
 
 NUM_UNITS = 12
 TOLERANCE = 1.05
@@ -42,18 +43,22 @@ class Block(nn.Module):
         return product
 
 
-def times(costs: dict[str, float], replicas: int = 1, **options: Any) -> tuple[float, float]:
-    """The time of the forward and of the backward of a step that is not the first."""
+def times(costs: dict[str, float], *, replicas: int = 1, **options: Any) -> tuple[float, float]:
+    """The time of the forward and of the backward of a step that is not the first.
+
+    With ``replicas``, so many ranks have the same shards.
+    """
 
     def cost(operation: str, nbytes: int) -> float:
         return {"mm": 1.0, **costs}.get(operation, 0.0) if nbytes > 32 else 0.0  # not of flags
 
     with played_devices(), watched(Detector(costs=cost)) as detector:
         blocks = nn.Sequential(*[Block() for _ in range(NUM_UNITS)])
-        group: Any = FakeGroup(0, range(4 * replicas))
+        group: ec.Group = FakeGroup(0, range(4 * replicas))
         if replicas > 1:
-            options["replicate"] = group.subgroup(range(0, 4 * replicas, 4))
-            group = group.subgroup(range(4))
+            options["strategy"] = ec.Strategy.HYBRID_SHARD
+            options["replicate"] = part_of(group, range(0, 4 * replicas, 4))
+            group = part_of(group, range(4))
         model = ec.FSDP(
             blocks,
             group,
@@ -107,16 +112,14 @@ def test_by_default_a_backward_hides_all_reductions_but_the_last(reduction: floa
     assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + reduction)
 
 
-@pytest.mark.parametrize("over_replicas", [1.0, 2.0])
-def test_by_default_a_backward_hides_all_reductions_over_replicas_but_the_last(
-    over_replicas: float,
-) -> None:
-    costs = {"reduce_scatter_single": 0.9, "all_reduce": over_replicas}
-    _, backward = times(costs, replicas=2, strategy=ec.Strategy.HYBRID_SHARD)
-    assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + 0.9 + over_replicas)
-
-
 @pytest.mark.parametrize("gather", GATHERS)
 def test_by_default_a_forward_hides_all_gathers_but_the_first(gather: float) -> None:
     forward, _ = of_gathers(gather)
     assert forward <= TOLERANCE * optimum(gather, gather, 1.0)
+
+
+@pytest.mark.parametrize("offload", ec.Offload)
+def test_a_backward_hides_all_reductions_over_replicas_but_the_last(offload: ec.Offload) -> None:
+    costs = {"reduce_scatter_single": 0.5, "all_reduce": 2.0}
+    _, backward = times(costs, replicas=2, offload=offload)
+    assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + 0.5 + 2.0)

@@ -450,7 +450,9 @@ class Reduction:
         self._follow()
         if self._event is not None:
             self._event.wait()
-        self._kept = None
+        if self._kept is not None:  # the stream that it belongs to waits for the other one
+            self._devices.reduce_stream.wait_for_current()
+            self._kept = None
         if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()

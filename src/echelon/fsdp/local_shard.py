@@ -53,8 +53,8 @@ class ShardDevices:
         has_replicas = groups.replicas is not None
         self.replica_stream = new_stream() if has_replicas else self.reduce_stream
         # They own memory, which a model that is dropped in a forward gives back while it is used.
-        own = dict.fromkeys([self.unshard_stream, self.reduce_stream, self.replica_stream])
-        end = weakref.finalize(self, _order, *own)
+        streams = dict.fromkeys((self.unshard_stream, self.reduce_stream, self.replica_stream))
+        end = weakref.finalize(self, _order, *streams)
         end.atexit = False
 
     @property
@@ -85,8 +85,9 @@ class ShardDevices:
 def _order(*streams: Stream) -> None:
     """Order what follows on each stream, and on the current one, after the work of all."""
     for stream in streams:
-        stream.wait_for_current()
         stream.record_event().wait()
+    for stream in streams:
+        stream.wait_for_current()
 
 
 class LocalShard(ABC):

@@ -265,8 +265,8 @@ class GroupFactory:
                 cast(Engine, process_group),
                 leave_running,
                 abort=process_group.abort,
-                averages=self.backend == "nccl",
                 queues=not device_of(self.device).is_host,
+                averages=self.backend == "nccl",
             )
             return NativeGroup(spec, native, self._check_peers(name, ranks))
         peers = self._peers(cpu_engine(process_group), ranks, partial(self._record_wait, ranks))
