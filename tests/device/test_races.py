@@ -24,6 +24,9 @@ def test_no_configuration_has_a_race(name: str) -> None:
     with played_devices():
         PROGRAMS[name](detector)
     assert detector.findings == []
+    # What is handed out after the end does not race, either. The evaluation that ends pipelines
+    # frees gradients, and the next reduction orders them before it allocates.
+    assert detector.still_used() == [] or name.startswith("pipeline")
     assert not detector.foreign
     assert not detector.mixed or name in MOVES_UNSEEN
 
