@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -60,7 +61,8 @@ class Disturbance:
 
     def allows(self, method: str) -> bool:
         """Note a site, two calls further out; whether it is there."""
-        site = f"{sys._getframe(2).f_code.co_qualname}: {method}"
+        code = sys._getframe(2).f_code
+        site = f"{Path(code.co_filename).stem}.{code.co_qualname}: {method}"
         self.sites[site] += 1
         return site != self.without
 

@@ -94,9 +94,6 @@ class AbsentRanks:
     Args:
         before: called on the stream of the communicator before each collective.
         waits: whether to wait when somebody waits for a collective; None: always.
-        mixes: whether a reduce-scatter reads all that it is given: its result is then the sum of
-            all parts. Otherwise it is the part of this rank, so that the work of the network's
-            other ends is none of this device's.
     """
 
     def __init__(
@@ -107,10 +104,9 @@ class AbsentRanks:
         *,
         before: Callable[[], None] | None = None,
         waits: Callable[[], bool] | None = None,
-        mixes: bool = False,
     ) -> None:
         self._rank, self._size, self._network = rank, size, network
-        self._before, self._waits, self._mixes = before, waits, mixes
+        self._before, self._waits = before, waits
         is_cuda = network.device.type == "cuda"
         self._stream = torch.cuda.Stream(network.device) if is_cuda else None
 
@@ -144,11 +140,7 @@ class AbsentRanks:
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> StreamWork:
         def act() -> None:
-            parts = input.view(self._size, -1)
-            if self._mixes:
-                torch.sum(parts, 0, out=output)
-            else:
-                output.copy_(parts[self._rank])
+            output.copy_(input.view(self._size, -1)[self._rank])
             self._multiply(output, opts)
 
         return self._run((output, input), input.nbytes * self._others, act)

@@ -49,12 +49,13 @@ DDP = "DDP, small buckets"
 
 # What the code cannot do without, where it communicates and memory is not shared.
 NEEDED = {
-    "GatheredStorage.refresh: wait_for_current": "gathers wait for the optimizer",
-    "GatheredStorage.wait_for_unshard: wait": "forward and backward wait for a gather",
-    "GatheredStorage.reshard: wait_for_current": "memory is kept until its last use",
-    "Reduction.start: wait_for_current": "a reduction waits until its slot is filled",
-    "Reduction.release_slot: wait": "slots and the optimizer wait for a reduction",
-    "Reduction.finish: synchronize": "the host waits for gradients that come to it",
+    "storage.refresh: wait_for_current": "gathers wait for the optimizer",
+    "storage_kinds.GatheredStorage.wait_for_unshard: wait": "a unit waits for its gather",
+    "storage_kinds.GatheredStorage.reshard: wait_for_current": "memory is kept until its last use",
+    "gradients.Reduction._start: wait_for_current": "a reduction waits until its slot is filled",
+    "gradients.Reduction.release_slot: wait": "a slot waits for the reduction before",
+    "gradients.Reduction.finish: wait": "the optimizer waits for reductions",
+    "gradients.Reduction.finish: synchronize": "the host waits for gradients that come to it",
     "NativeWork: wait": "streams wait for a collective",
 }
 
@@ -80,7 +81,6 @@ def trained(title: str, disturbance: Disturbance) -> list[Tensor]:
             Network(device),
             before=disturbance.delay,
             waits=disturbance.has_engine_wait,
-            mixes=True,
         )
 
     group, _ = group_of(RANKS, device, engine_of)
