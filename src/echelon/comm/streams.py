@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
@@ -138,6 +138,15 @@ class DeviceKind(ABC):
         The host does not wait for the copy.
         """
         return tensor.to(self.device, non_blocking=True, copy=always)
+
+    def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """A 1D tensor of a few numbers, for which the host does not wait.
+
+        ``torch.tensor(values, device=...)`` waits on CUDA until the device has read them.
+        """
+        host = self.host_memory(len(values), dtype)
+        host.copy_(torch.tensor(values, dtype=dtype))
+        return self.copy_from_host(host, always=False)
 
     @abstractmethod
     def memory_peak(self) -> int:
@@ -289,6 +298,9 @@ class PlainDevice(DeviceKind):
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return self.is_host
+
+    def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def memory_peak(self) -> int:
         if sys.platform == "win32":
