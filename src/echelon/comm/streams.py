@@ -139,6 +139,16 @@ class DeviceKind(ABC):
         """
         return tensor.to(self.device, non_blocking=True, copy=always)
 
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` in memory of the host, for which the host waits.
+
+        It goes to memory that the device copies to directly, and not by way of a small buffer.
+        """
+        copy = self.host_memory(tensor.numel(), tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor, non_blocking=True)
+        self.current_stream().record_event().synchronize()
+        return copy
+
     def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """A 1D tensor of a few numbers, for which the host does not wait.
 
@@ -298,6 +308,9 @@ class PlainDevice(DeviceKind):
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return self.is_host
+
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
 
     def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
