@@ -118,10 +118,7 @@ def group_of(
     calls = EngineCalls()
     job = Job(c10d.HashStore(), RankMonitor.alone(0))
 
-    def connect(
-        name: str, ranks: tuple[int, ...], place: torch.device | None = None
-    ) -> NativeGroup:
-        place = place or device or torch.device("cpu")
+    def connect(name: str, ranks: tuple[int, ...], place: torch.device) -> NativeGroup:
         spec = GroupSpec(job, name, ranks, place, 60.0, connect)
         make = engine_of or partial(CountingEngine, calls=calls)
         engine = make(ranks.index(0), len(ranks))
@@ -129,7 +126,7 @@ def group_of(
             spec, NativeEngine(cast(Engine, engine), lambda failed: None, averages=True)
         )
 
-    return connect("world", tuple(range(size))), calls
+    return connect("world", tuple(range(size)), device or torch.device("cpu")), calls
 
 
 @contextmanager

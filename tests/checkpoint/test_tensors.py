@@ -11,6 +11,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.checkpoint import tensors
+from echelon.comm import streams
 from tests.worlds import run_world
 
 
@@ -124,3 +125,20 @@ def test_memory_of_a_device_is_not_looked_up_among_that_of_the_host(
     tensors.check_writable([("weight", on_a_device)])
     with pytest.raises(ec.errors.ArgumentError, match="'weight' lies in memory"):
         tensors.check_writable([("weight", torch.zeros(1))])
+
+
+def test_what_is_saved_of_a_device_is_copied_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+
+    class Elsewhere(streams.PlainDevice):
+        def is_on_host(self, tensor: torch.Tensor) -> bool:
+            return False
+
+        def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+            copied.append(tensor)
+            return super().copy_to_host(tensor)
+
+    monkeypatch.setitem(streams.kinds, "cpu", Elsewhere)
+    rows = torch.arange(6.0).view(2, 3)
+    assert bytes(tensors.bytes_of(rows)) == rows.numpy().tobytes()
+    assert len(copied) == 1

@@ -2,6 +2,7 @@
 
 import os
 import resource
+from typing import ClassVar
 
 import pytest
 import torch
@@ -156,3 +157,37 @@ def test_one_connection_to_a_device_is_one_queue(monkeypatch, value, expected) -
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
     assert streams.device_of(CUDA).has_one_queue() == expected
     assert not streams.device_of(CPU).has_one_queue()
+
+
+class NotesCopies(streams.PlainDevice):
+    """A device with memory of its own, which notes what is copied to it."""
+
+    copies: ClassVar[list[tuple[list[float], torch.dtype]]] = []
+    numbers, copy_to_host = streams.DeviceKind.numbers, streams.DeviceKind.copy_to_host
+    log: ClassVar[list[str]] = []
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.log.append(f"memory for {numel}")
+        return super().host_memory(numel, dtype)
+
+    def current_stream(self) -> streams.Stream:
+        self.log.append("the end of the copy")
+        return super().current_stream()
+
+    def copy_from_host(self, tensor: torch.Tensor, *, always: bool) -> torch.Tensor:
+        self.copies.append((tensor.tolist(), tensor.dtype))
+        return super().copy_from_host(tensor, always=always)
+
+
+def test_a_copy_to_the_host_goes_to_memory_that_the_device_copies_to() -> None:
+    NotesCopies.log.clear()
+    rows = torch.arange(6.0).view(2, 3).t()
+    copy = NotesCopies(CPU).copy_to_host(rows)
+    assert torch.equal(copy, rows)
+    assert NotesCopies.log == ["memory for 6", "the end of the copy"]
+
+
+def test_a_few_numbers_reach_a_device_without_a_wait_of_the_host() -> None:
+    found = NotesCopies(CPU).numbers([0.0, 1.0], torch.float32)
+    assert found.tolist() == [0.0, 1.0]
+    assert NotesCopies.copies == [([0.0, 1.0], torch.float32)]

@@ -24,10 +24,19 @@ def test_no_configuration_has_a_race(name: str) -> None:
     with played_devices():
         PROGRAMS[name](detector)
     assert detector.findings == []
-    if "drops_the_model" in name:  # then the next user of a stream orders nothing
-        assert detector.still_used() == []
+    # What is handed out after the end does not race, either. The evaluation that ends pipelines
+    # frees gradients, and the next reduction orders them before it allocates.
+    assert detector.still_used() == [] or name.startswith("pipeline")
     assert not detector.foreign
     assert not detector.mixed or name in MOVES_UNSEEN
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "drops_the_model" in name])
+def test_a_model_that_is_dropped_orders_the_memory_that_it_gives_back(name: str) -> None:
+    detector = Detector()
+    with played_devices():
+        PROGRAMS[name](detector)
+    assert detector.still_used() == []  # the next user of its streams may order nothing
 
 
 def test_a_thread_that_saves_over_a_group_of_the_device_is_found(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -180,3 +181,17 @@ def test_a_norm_of_many_gradients_has_one_cast() -> None:
     with TensorsMade() as made:
         local_norm(gradients, 2.0, dtype=torch.float64)
     assert made.names["aten._to_copy.default"] == 1
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_a_model_has_as_many_objects_on_1024_ranks_as_on_8(layout: str) -> None:
+    objects = []
+    for size in (8, 8, 1024):  # the first one fills caches
+        with rank_zero(size) as (group, _):
+            model = blocks(25, 64)
+            before = sys.getallocatedblocks()
+            wrapped = sharded(model, group, layout=layout)
+            objects.append(sys.getallocatedblocks() - before)
+            assert len(wrapped.shard_info("0.scales.0")) == size
+    _, few, many = objects
+    assert many < 1.2 * few + 2 * 1024

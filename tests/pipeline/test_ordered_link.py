@@ -88,9 +88,9 @@ def train_all(world: World, cases: list[tuple[str, int]]) -> list[list[Any]]:
         (2, TRAINING),
         (3, TRAINING),
         *(
-            pytest.param(ranks, TRAINING[first::4], marks=pytest.mark.slow)
+            pytest.param(ranks, TRAINING[first::7], marks=pytest.mark.slow)
             for ranks in range(4, 9)
-            for first in range(4)
+            for first in range(7)
         ),
     ],
 )

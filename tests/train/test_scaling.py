@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.comm import streams
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from tests import reference
@@ -234,3 +236,29 @@ def never_scales(world: World) -> None:
 
 def test_a_loss_that_no_rank_has_scaled_is_told() -> None:
     ec.run(never_scales, 2)
+
+
+class CountsNumbers(streams.PlainDevice):
+    """A device that counts the tensors of numbers that it is given without a wait."""
+
+    count = 0
+
+    def numbers(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        CountsNumbers.count += 1
+        return super().numbers(values, dtype)
+
+
+def test_a_step_of_the_scaler_gives_the_device_its_flags_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(streams.kinds, "cpu", CountsNumbers)
+
+    def main(world: World) -> None:
+        model = ec.DDP(nn.Linear(2, 1), world.group)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), ec.GradScaler(world.group)
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        before = CountsNumbers.count
+        scaler.step(optimizer)
+        assert CountsNumbers.count == before + 1
+
+    ec.run(main, 1)

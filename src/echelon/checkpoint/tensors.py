@@ -43,7 +43,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes to save of a tensor; its own memory, if that has them."""
     plain = tensor.detach()
     if not is_plain(plain):
-        plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
+        plain = plain.resolve_conj().resolve_neg()
+        plain = device_of(plain.device).copy_to_host(plain).contiguous()
     return memory_of(plain.view(-1))
 
 

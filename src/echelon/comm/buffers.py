@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -98,18 +97,11 @@ def require_memory(nbytes: int, device: torch.device, *, what: str) -> None:
         raise SharedMemoryError(what, nbytes, available)
 
 
-@contextmanager
-def named_memory(what: str, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Where torch has no memory on ``device`` in the body, raise what says for what it was.
-
-    Raises:
-        DeviceMemoryError: names ``what``, and its ``nbytes``.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        said = str(error).partition("\n")[0]
-        raise DeviceMemoryError(what, nbytes, str(device), said) from error
+def out_of_memory(
+    what: str, nbytes: int, device: torch.device, error: torch.OutOfMemoryError
+) -> DeviceMemoryError:
+    """The error that says for what ``device`` had no memory, where torch has raised ``error``."""
+    return DeviceMemoryError(what, nbytes, str(device), str(error).partition("\n")[0])
 
 
 def available_nbytes() -> int:

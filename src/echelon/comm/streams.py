@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
@@ -138,6 +138,25 @@ class DeviceKind(ABC):
         The host does not wait for the copy.
         """
         return tensor.to(self.device, non_blocking=True, copy=always)
+
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` in memory of the host, for which the host waits.
+
+        It goes to memory that the device copies to directly, and not by way of a small buffer.
+        """
+        copy = self.host_memory(tensor.numel(), tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor, non_blocking=True)
+        self.current_stream().record_event().synchronize()
+        return copy
+
+    def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """A 1D tensor of a few numbers, for which the host does not wait.
+
+        ``torch.tensor(values, device=...)`` waits on CUDA until the device has read them.
+        """
+        host = self.host_memory(len(values), dtype)
+        host.copy_(torch.tensor(values, dtype=dtype))
+        return self.copy_from_host(host, always=False)
 
     @abstractmethod
     def memory_peak(self) -> int:
@@ -289,6 +308,12 @@ class PlainDevice(DeviceKind):
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return self.is_host
+
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
+
+    def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def memory_peak(self) -> int:
         if sys.platform == "win32":

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from echelon.comm.buffers import named_memory
+from echelon.comm.buffers import out_of_memory
 from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, device_of
 from echelon.comm.work import Window, Work
@@ -223,7 +223,8 @@ class GradientShard:
     @property
     def part(self) -> Tensor:
         """``flat`` and the padding behind it, as a reduction writes it."""
-        return self.flat.as_strided((self.storage.part_numel,), (1,))
+        numel = self.storage.part_numel
+        return self.flat if self.flat.numel() == numel else self.flat.as_strided((numel,), (1,))
 
     def set_aside(self) -> list[bool] | None:
         """Take reduced gradients off their parameters, so that backward accumulates new ones.
@@ -337,9 +338,11 @@ class Reduction:
         Raises:
             DeviceMemoryError: the device has no memory for it.
         """
-        nbytes = self.shard.storage.layout.padded_numel * self.shard.wire_dtype.itemsize
-        with named_memory(self._label, nbytes, self._devices.device):
+        try:
             self._start(gradients)
+        except torch.OutOfMemoryError as error:
+            nbytes = self.shard.storage.layout.padded_numel * self.shard.wire_dtype.itemsize
+            raise out_of_memory(self._label, nbytes, self._devices.device, error) from error
         if self._work is None:
             self._store()
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from echelon.comm.buffers import named_memory
+from echelon.comm.buffers import out_of_memory
 from echelon.comm.streams import device_of
 from echelon.comm.work import Work
-from echelon.errors import DeviceMemoryError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
 from echelon.fsdp.policy import Layout, Offload
 from echelon.fsdp.shard_layout import ALIGN_NBYTES, layout_by_element, layout_by_rows, place_order
@@ -115,15 +114,14 @@ class GatheredStorage(Storage):
     def _take_memory(self) -> None:
         """Allocate what the all-gather of this rank writes to: all of it, or nothing."""
         buffers = [self._buffer] if self._parts is self._buffer else [self._buffer, self._parts]
-        nbytes = sum(buffer.nbytes for buffer in buffers)
         try:
-            with named_memory(f"the all-gather of {self.label}", nbytes, self.devices.device):
-                for buffer in buffers:
-                    self._set_memory(buffer, allocated=True)
-        except DeviceMemoryError:
+            for buffer in buffers:
+                self._set_memory(buffer, allocated=True)
+        except torch.OutOfMemoryError as error:
             for buffer in buffers:
                 self._set_memory(buffer, allocated=False)
-            raise
+            what, nbytes = f"the all-gather of {self.label}", sum(b.nbytes for b in buffers)
+            raise out_of_memory(what, nbytes, self.devices.device, error) from error
 
     def _set_memory(self, buffer: Tensor, *, allocated: bool) -> None:
         memory, nbytes = buffer.untyped_storage(), buffer.nbytes if allocated else 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, final, overload
 
 from echelon.comm.group import Group
 from echelon.fsdp.local_shard import ShardDevices
@@ -30,6 +30,40 @@ class ShowsParts(Protocol):
     on_write: Callable[[], None]
 
 
+@final
+class RangesOfRanks(Sequence[tuple[int, int]]):
+    """By rank, the range of a parameter; computed when it is asked for, as there may be many ranks.
+
+    Equal to any sequence of the same ranges.
+    """
+
+    __slots__ = ("_layout", "_member")
+    __hash__ = None  # type: ignore[assignment]  # it may equal a list
+
+    def __init__(self, layout: ShardLayout, member: int) -> None:
+        self._layout, self._member = layout, member
+
+    def __len__(self) -> int:
+        return self._layout.size
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[tuple[int, int]]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[int, int] | Sequence[tuple[int, int]]:
+        if isinstance(rank, slice):
+            return [self[i] for i in range(*rank.indices(len(self)))]
+        if not -len(self) <= rank < len(self):
+            raise IndexError(rank)
+        span = self._layout.range_of(self._member, rank % len(self))
+        return span.start, span.numel
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+
 def shardings_of(storage: ShowsParts) -> list[Sharding]:
     """Of each parameter, which part this rank shows."""
     use_rules()
@@ -47,7 +81,7 @@ def shardings_of(storage: ShowsParts) -> list[Sharding]:
             plain_name(member.name),
             unit,
             tuple(shape),
-            tuple((span.start, span.numel) for span in storage.layout.ranges_by_rank(i)),
+            RangesOfRanks(storage.layout, i),
             storage.group,
             by_rows=storage.rows,
             before_write=before_write,

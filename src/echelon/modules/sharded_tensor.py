@@ -59,7 +59,7 @@ class Sharding:
     name: str
     unit: str
     shape: Shape
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: Sequence[tuple[int, int]] = ()
     group: Group | None = None
     by_rows: bool = False
     is_staged: bool = False

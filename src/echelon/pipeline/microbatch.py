@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 from echelon.modules.autograd import in_other_differentiation
 from echelon.pipeline.chunk_spec import (
@@ -302,7 +303,7 @@ class BatchSplitter:
         """
         facts = (_UNUSABLE, 0, 0, 0, 0) if problem else facts
         numbers = (*facts, *kind)
-        local = torch.tensor(numbers, device=self._group.device)
+        local = device_of(self._group.device).numbers(numbers, torch.int64)
         gathered = local.new_empty(self._group.size * len(numbers))
         self._group.all_gather_single(gathered, local, label="rows of the batch")
         by_rank: list[list[int]] = gathered.view(self._group.size, -1).tolist()

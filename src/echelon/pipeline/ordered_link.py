@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.comm.torch_function import without_torch_function
 from echelon.comm.work import Work
 from echelon.pipeline.boundary import BoundaryValue, TensorSpec
@@ -40,6 +41,9 @@ from echelon.pipeline.step_specs import StepSpecs
 @final
 class OrderedLink(Link):
     """A link whose messages match in the order in which both sides issue them."""
+
+    def _numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return device_of(self._group.device).numbers(values, dtype)
 
     @without_torch_function
     def send_forward(self, microbatch: int, value: BoundaryValue, step: StepSpecs) -> PendingSend:
@@ -60,11 +64,10 @@ class OrderedLink(Link):
             if last_spec is None or not last_spec.is_identical(value.spec):
                 data = value.spec.to_bytes()
                 step.note_value(key, value.spec)
-            device = self._group.device
-            isend(MessageKind.SPEC, torch.tensor([len(data)], device=device))
+            isend(MessageKind.SPEC, self._numbers([len(data)], torch.int64))
             if data:
                 spec = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                isend(MessageKind.SPEC, spec.to(device))
+                isend(MessageKind.SPEC, spec.to(self._group.device))
         about = f"outputs of stage {self.boundary} for microbatch {microbatch}"
         message, large = self._packed(0, value, about)
         isend(MessageKind.PACKED, message.buffer)
@@ -104,7 +107,7 @@ class OrderedLink(Link):
         works: list[Work] = []
         memory: list[Tensor] = []
         if not step.is_known:
-            memory.append(torch.tensor(unused, dtype=torch.uint8, device=self._group.device))
+            memory.append(self._numbers(unused, torch.uint8))
             works += self.isend(microbatch, MessageKind.SPEC, memory[0])
         message = self._send_pool.acquire(0, used)
         message.about = f"gradients for stage {self.boundary} of microbatch {microbatch}"

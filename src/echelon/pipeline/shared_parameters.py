@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.modules.memory_overlap import NamedMemory, check_memory
 from echelon.modules.parameters import is_claimed
@@ -70,7 +71,7 @@ class SharedParameter:
         """Reduce the gradients of all owners since ``begin``. All of them call it."""
         self._reduced, self._is_open = None, False
         grad = self.param.grad
-        is_used = torch.tensor([grad is not None], dtype=torch.uint8, device=self.param.device)
+        is_used = device_of(self.param.device).numbers([grad is not None], torch.uint8)
         for group in self._groups:
             group.all_reduce(is_used, "max", label="whether a shared parameter was used")
         if bool(is_used):

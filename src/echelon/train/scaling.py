@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 from echelon import checks
 from echelon.comm.group import Group
 from echelon.comm.start_facts import agree
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError, StateError
 
 _LARGEST = torch.finfo(torch.float32).max  # the scale is one number of float32
@@ -118,7 +119,7 @@ class GradScaler(torch.amp.GradScaler):
             infinite = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         device = self._group.device
         # Whether this rank has a gradient that is not finite, has gradients, has scaled a loss.
-        flags = torch.tensor([0.0, 0.0, float(self._has_scaled)], device=device)
+        flags = device_of(device).numbers([0.0, 0.0, float(self._has_scaled)], torch.float32)
         for flag in infinite.values():
             flags[0] = torch.maximum(flags[0], flag.to(device))
             flags[1] = 1

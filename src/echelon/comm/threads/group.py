@@ -188,7 +188,8 @@ class ThreadGroup(Group):
     def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
         act = _ACTS.get(type(operation))
         if act is not None:
-            self._world.open_communicator(self.name, self.ranks, None, call, self.timeout)
+            if not self.has_tags:
+                self._world.open_communicator(self.name, self.ranks, None, call, self.timeout)
             return self._meet(call, operation, act, self._world.rules)
         if type(operation) is Send:
             return self._mail(call, operation.tensor, self.rank, operation.dst, operation.tag)
@@ -232,7 +233,7 @@ class ThreadGroup(Group):
                 act(meeting.items, meeting.calls)
         except Exception as error:  # raised on every rank that waits
             meeting.error = error
-        meeting.items = []
+        meeting.items.clear()
 
     def _agree(self, calls: Sequence[CollectiveCall]) -> None:
         first = calls[0]
@@ -244,11 +245,12 @@ class ThreadGroup(Group):
     def _mail(self, call: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
         world, op, rules = self._world, call.signature.op, self._world.rules
         ends = self.ranks[src], self.ranks[dst]
-        world.open_communicator(self.name, self.ranks, ends, call, self.timeout)
+        if not self.has_tags:
+            world.open_communicator(self.name, self.ranks, ends, call, self.timeout)
         with world.lock:
             world.admit(call)
             self._refuse_if_aborted(call)
-            place = (self.name, src, dst, tag if rules.has_tags else 0)
+            place = (self.name, src, dst, tag if self.has_tags else 0)
             queue = world.mail.setdefault(place, deque())
             if not queue or op in queue[0].sides:  # the other side has not joined yet
                 transfer = PendingMessage(ends)
@@ -270,7 +272,7 @@ class ThreadGroup(Group):
             self._move(transfer)
         except Exception as error:  # raised on both ranks
             transfer.error = error
-        transfer.sides = {}  # the work of one rank must not keep the tensor of the other
+        transfer.sides.clear()  # the work of one rank must not keep the tensor of the other
 
     def _move(self, transfer: PendingMessage) -> None:
         send, receive = transfer.sides["send"], transfer.sides["recv"]

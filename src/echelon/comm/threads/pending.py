@@ -17,15 +17,21 @@ def _do_nothing(pending: Any) -> None:
 
 
 class Pending:
-    """A communication that is complete when all its ranks have joined it."""
+    """A communication that is complete when all its ranks have joined it.
+
+    Attributes:
+        carry_out: does what they have joined it for; called with the communication.
+        is_started: whether that was done, or is being done.
+    """
+
+    carry_out: Callable[[Any], None] = staticmethod(_do_nothing)
+    is_started = False
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.expected = tuple(expected)  # ranks in the job
         self.absent = set(expected)  # those that have not joined
         self.complete = False
         self.error: Exception | None = None
-        self.carry_out: Callable[[Any], None] = _do_nothing  # what all ranks have joined it for
-        self.is_started = False  # whether that was done, or is being done
         self.came_s = 0.0  # when the last rank joined it, if ranks have clocks of their own
 
     def raise_error(self) -> None:

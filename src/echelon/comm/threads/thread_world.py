@@ -168,8 +168,6 @@ class ThreadWorld:
         limit_s: float,
     ) -> None:
         """Hold a rank before an operation until others have come, where the rules ask for that."""
-        if not self.rules.has_queues:
-            return
         with self.lock:
             pending = self.rules.communicator(group, ranks, pair, call.rank)
             if pending is None:
@@ -194,12 +192,10 @@ class ThreadWorld:
 
     def carry_out(self, ready: Sequence[Pending]) -> None:
         """Do what operations were joined for, and then what has waited for them."""
-        while ready:
-            following: list[Pending] = []
-            for pending in ready:
-                pending.carry_out(pending)
-                following += self.complete(pending)
-            ready = following
+        waiting = list(ready)
+        for pending in waiting:  # which grows
+            pending.carry_out(pending)
+            waiting += self.complete(pending)
 
     def complete(self, pending: Pending) -> Sequence[Pending]:
         """Wake the ranks that wait for ``pending``; what can be carried out now."""
