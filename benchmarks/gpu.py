@@ -99,7 +99,7 @@ def parts_of(device: str, tiny: bool, out: Path) -> list[Part]:
         script("smoke", 60.0, resumes=True),
         *(shares[:1] if tiny else shares),
         tests("tests under CSAN", "--sanitizer", "test_fsdp", "test_ddp"),
-        script("races", 70.0, resumes=True),
+        script("races", 80.0, resumes=True),
         script("world of one", 90.0, resumes=True),
         script("many ranks", 150.0, resumes=True),
         script("features", 75.0, resumes=True),

@@ -27,6 +27,7 @@ __all__ = [
     "arguments",
     "clocks",
     "forget",
+    "has_streams",
     "joined",
     "median_s",
     "out_folder",
@@ -36,6 +37,7 @@ __all__ = [
     "synchronize",
 ]
 
+_KIND = "cuda"  # a test that writes down what streams are told plays it on the CPU
 _CLOCKS = (
     "clocks.sm",
     "clocks.mem",
@@ -65,6 +67,11 @@ def place_of(device: str) -> torch.device:
     return place
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work on a device is queued on streams."""
+    return device.type == _KIND
+
+
 def say(kind: str, **facts: Any) -> None:
     """Print a result for the page; what is printed is kept, whatever happens afterwards."""
     print("RESULT " + json.dumps({"kind": kind, **facts}), flush=True)
@@ -77,14 +84,14 @@ def out_folder() -> Path:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
-    if device.type == "cuda":
+    if has_streams(device):
         torch.cuda.synchronize(device)
 
 
 def forget(device: torch.device) -> None:
     """Give the memory of what nobody refers to any more back to the device."""
     gc.collect()
-    if device.type == "cuda":
+    if has_streams(device):
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -108,7 +115,7 @@ def clocks() -> dict[str, str] | None:
 
 def sm_clock(device: torch.device) -> dict[str, str] | None:
     """The clock of the multiprocessors now; None without a device."""
-    if device.type != "cuda":
+    if not has_streams(device):
         return None
     try:
         return {"clocks.sm": f"{torch.cuda.clock_rate(device)} MHz"}

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from gpu_device import has_streams
 from gpu_network import cycles_per_ms
+from torch.utils._python_dispatch import _disable_current_modes
 
 from echelon.comm import streams
 
 __all__ = ["Disturbance", "disturbed"]
 
-LONGEST_MS = 1.5  # far more than any kernel of the small models here
+LONGEST_MS = 1.0  # far more than any kernel of the small models here
 POISON = 0xFF  # as bytes of a floating-point number: NaN
 
 Kind = Callable[[torch.device], streams.DeviceKind]
@@ -51,7 +53,7 @@ class Disturbance:
 
     def delay(self) -> None:
         """Have the current stream sleep for a while."""
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return
         if self._delays is None:
             torch.cuda.synchronize(self.device)
@@ -74,14 +76,15 @@ class Disturbance:
 
     def resize(self, memory: torch.UntypedStorage, nbytes: int) -> None:
         """Fill memory that is freed with NaN, on the stream from whose pool it is."""
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return
         if nbytes:
             self._owners[memory._cdata] = torch.cuda.current_stream(self.device)
         elif memory.nbytes() and self._delays is not None:
             owner = self._owners.get(memory._cdata)
             if owner is not None:
-                with torch.cuda.stream(owner):
+                # Echelon's own watch of writes in a forward is a mode, and this is no write of it.
+                with torch.cuda.stream(owner), _disable_current_modes():
                     torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory).fill_(POISON)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_device import arguments, synchronize
+from gpu_device import arguments, has_streams, synchronize
 from gpu_step import small
 from gpu_variants import sharded
 from llama import ONE_BILLION, Block, Llama
@@ -189,7 +189,7 @@ def channels_last(world: ec.World) -> Mapping[str, Any]:
 def graph_is_refused(world: ec.World) -> Mapping[str, Any]:
     """A CUDA graph of a sharded model is refused with a sentence, and training goes on after it."""
     device = world.device
-    if device.type != "cuda":
+    if not has_streams(device):
         raise LeftOut("CUDA graphs, which need a CUDA device")
     model = sharded(Llama(CONFIG).to(device), world.group)
     tokens = torch.zeros(CONFIG.batch, CONFIG.context, dtype=torch.int64, device=device)

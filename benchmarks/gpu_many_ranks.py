@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from gpu_device import arguments, forget, say
+from gpu_device import arguments, forget, has_streams, say
 from gpu_network import AbsentRanks, Network, delayed
 from gpu_step import WARM_UP, Trainee, config_of, counted, facts_of, measure, small, timed
 from gpu_variants import Wrap, fully_sharded, sharded
@@ -87,7 +87,7 @@ def of_many(
         trainee = Trainee(config, wrap, device)
         trainee.steps(WARM_UP)
         counts = counted(trainee)
-        for gb_s in (None, GB_S) if device.type == "cuda" else (None,):
+        for gb_s in (None, GB_S) if has_streams(device) else (None,):
             network.gb_s = gb_s
             trainee.steps(1)
             network.nbytes = network.num_calls = 0
@@ -138,7 +138,7 @@ def lines_of(device: torch.device, tiny: bool) -> list[tuple[str, Line]]:
 
 def main() -> int:
     options, device = arguments(__doc__)
-    if device.type != "cuda":
+    if not has_streams(device):
         say("left_out", what="the time of a network that is not there: streams cannot sleep here")
     return run_lines(lines_of(device, options.tiny), device.type, options.after, LINE_S)
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, final
 
 import torch
+from gpu_device import has_streams
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 
@@ -56,7 +57,7 @@ class Network:
         """Have the current stream wait until so many bytes have come."""
         self.nbytes += int(nbytes)
         self.num_calls += 1
-        if self.gb_s is not None and self.device.type == "cuda":
+        if self.gb_s is not None and has_streams(self.device):
             milliseconds = nbytes / self.gb_s / 1e6
             torch.cuda._sleep(max(1, int(milliseconds * cycles_per_ms(self.device))))
 
@@ -107,7 +108,7 @@ class AbsentRanks:
     ) -> None:
         self._rank, self._size, self._network = rank, size, network
         self._before, self._waits = before, waits
-        is_cuda = network.device.type == "cuda"
+        is_cuda = has_streams(network.device)
         self._stream = torch.cuda.Stream(network.device) if is_cuda else None
 
     def _run(

@@ -6,14 +6,14 @@ import os
 import platform
 
 import torch
-from gpu_device import arguments, clocks, median_s, say
+from gpu_device import arguments, clocks, has_streams, median_s, say
 
 PEAK_TFLOPS = 989.0  # of an H100 or H200 (SXM) in bfloat16 without sparsity, as NVIDIA states it
 
 
 def main() -> None:
     options, device = arguments(__doc__)
-    is_cuda = device.type == "cuda"
+    is_cuda = has_streams(device)
     facts = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from gpu_device import forget, sm_clock, synchronize
+from gpu_device import forget, has_streams, sm_clock, synchronize
 from llama import ONE_BILLION, Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.autograd import DeviceType
@@ -163,7 +163,7 @@ def facts_of(trainee: Trainee) -> dict[str, Any]:
 
 def timed(trainee: Trainee, num_steps: int, first: Figures | None = None) -> dict[str, Any]:
     """The times of some steps, and what the allocator did in them; ``first`` were before."""
-    if trainee.device.type == "cuda":  # to build the model may take more than a step
+    if has_streams(trainee.device):  # to build the model may take more than a step
         torch.cuda.reset_peak_memory_stats(trainee.device)
     before = _allocator(trainee.device)
     figures = trainee.steps(num_steps)
@@ -186,7 +186,7 @@ def timed(trainee: Trainee, num_steps: int, first: Figures | None = None) -> dic
 def _allocator(device: torch.device) -> dict[str, Any]:
     """What torch's allocator says of a device; None where nobody counts."""
     names = ("peak_allocated", "peak_reserved", "device_allocs", "alloc_retries")
-    if device.type != "cuda":
+    if not has_streams(device):
         return dict.fromkeys(names)
     stats = torch.cuda.memory_stats(device)
     return {
@@ -202,7 +202,7 @@ def counted(trainee: Trainee) -> dict[str, Any]:
 
     The host waits for a stream, for an event, or for a copy from or to memory that is not pinned.
     """
-    if trainee.device.type != "cuda":
+    if not has_streams(trainee.device):
         return {"kernels": None, "launches": None, "host_waits": None}
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     synchronize(trainee.device)

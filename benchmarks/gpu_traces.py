@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import arguments, forget, out_folder, synchronize
+from gpu_device import arguments, forget, has_streams, out_folder, synchronize
 from gpu_many_ranks import GB_S, VARIANTS
 from gpu_network import Network
 from gpu_step import WARM_UP, Trainee, config_of
@@ -37,7 +37,7 @@ def traced(variant: str, path: Path, config: LlamaConfig, device: torch.device) 
         trainee = Trainee(config, wrap, device)
         trainee.steps(WARM_UP)
         activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
+        if has_streams(device):
             activities.append(ProfilerActivity.CUDA)
         synchronize(device)
         with torch.profiler.profile(activities=activities) as profiler:
@@ -53,7 +53,7 @@ def remembered(
     variant: str, path: Path, config: LlamaConfig, device: torch.device
 ) -> dict[str, Any]:
     """Write all allocations of one step, and which line of Python made what is held."""
-    if device.type != "cuda":
+    if not has_streams(device):
         raise LeftOut("memory snapshots, which are of a device")
     forget(device)
     torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=100_000)

@@ -71,7 +71,6 @@ def wrappers(world: ec.World, device: torch.device) -> dict[str, Wrap]:
         "PyTorch DDP": data_parallel,
         "FSDP2": lambda model: fully_sharded(model),
         "FSDP1": lambda model: flattened(model, device),
-        "echelon FSDP, prefetch 1": lambda model: sharded(model, group, forward_prefetch=1),
         "echelon FSDP, ZeRO-2": lambda model: sharded(
             model, group, strategy=ec.Strategy.SHARD_GRAD_OP
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,16 @@ from torch.autograd import DeviceType
 from echelon.comm import streams
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-NAMES = ("gpu_network", "gpu_disturbance", "gpu_races", "gpu_step", "gpu_device", "llama")
+NAMES = (
+    "gpu_device",
+    "gpu_network",
+    "gpu_disturbance",
+    "gpu_races",
+    "gpu_step",
+    "gpu_variants",
+    "gpu_many_ranks",
+    "llama",
+)
 CYCLES_PER_MS = 1000.0
 
 
@@ -32,6 +42,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         sys.modules.pop(name)
 
 
+class WrittenCudaEvent(str):
+    def query(self) -> bool:
+        return True
+
+
 class WrittenCuda:
     """Stands for ``torch.cuda``: every call is a line of ``log``, on the stream that is current."""
 
@@ -41,6 +56,12 @@ class WrittenCuda:
         self.current = self.Stream()
         for name in ("Stream", "stream", "current_stream", "_sleep"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
+        for name in ("max_memory_allocated", "max_memory_reserved"):
+            monkeypatch.setattr(torch.cuda, name, lambda device: 2**30)
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_device_alloc": 3})
+        monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
 
     def Stream(self, device: Any = None) -> Any:
         name, cuda = f"stream {self.num_streams}", self
@@ -55,7 +76,7 @@ class WrittenCuda:
 
             def record_event(self) -> Any:
                 cuda.log.append(f"event on {name}")
-                return f"event on {name}"
+                return WrittenCudaEvent(f"event on {name}")
 
         Stream.name = name  # type: ignore[attr-defined]
         return Stream()
@@ -233,3 +254,56 @@ def test_the_operations_of_a_step_are_six_for_each_token_and_weight_and_those_of
     tokens = 2 * 16
     flops = gpu.gpu_step.flops_of(config, num_params)
     assert flops == 6 * tokens * (num_params - 128 * 32) + attention
+
+
+@pytest.fixture
+def played(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> WrittenCuda:
+    """The CPU as what the parts take for a device."""
+    monkeypatch.setattr(gpu.gpu_device, "_KIND", "cpu")
+    for module in (gpu.gpu_network, gpu.gpu_disturbance, gpu.gpu_races):
+        monkeypatch.setattr(module, "cycles_per_ms", lambda device: CYCLES_PER_MS)
+    return WrittenCuda(monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["rows", "bfloat16, replicated units", "DDP, small buckets"])
+def test_delays_and_nan_in_freed_memory_change_nothing_where_nothing_overlaps(
+    gpu: SimpleNamespace, played: WrittenCuda, monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
+    monkeypatch.setattr(gpu.gpu_races, "SEEDS", 2)
+    monkeypatch.setattr(gpu.gpu_races, "TRIES", 2)
+    races = gpu.gpu_races.Races(torch.device("cpu"))
+    row = races.clean(title)
+    assert (row["outcome"], row["num_seeds"]) == ("equal bits", 2)
+    assert sum("sleeps" in line for line in played.log) > 20
+    site = "NativeWork: wait"
+    monkeypatch.setattr(races, "cases_of", lambda site: [title])
+    with pytest.raises(AssertionError, match="all bits were right 2 times"):
+        races.planted(site)
+    monkeypatch.setattr(gpu.gpu_races, "NEEDED", {})
+    assert races.planted(site)["outcome"] == "no difference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["echelon FSDP, prefetch 1", "FSDP2"])
+def test_the_same_bytes_sleep_below_echelon_and_in_fsdp2(
+    gpu: SimpleNamespace,
+    played: WrittenCuda,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+) -> None:
+    many = gpu.gpu_many_ranks
+    monkeypatch.setattr(many, "counted", lambda trainee: {})  # torch's profiler would look for CUDA
+    config = gpu.gpu_step.small(gpu.llama.ONE_BILLION)
+    many.of_many("wide blocks", config, 8, variant, torch.device("cpu"), 2)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line.removeprefix("RESULT ")) for line in lines if "RESULT" in line]
+    assert [row["network"] for row in rows] == ["off", "50 GB/s"]
+    # In bfloat16, without what units pad: gathered twice, the root once, and reduced once.
+    root = (2 * config.vocabulary + 1) * config.width
+    nbytes = 2 * (3 * rows[0]["num_params"] - root) * 7 / 8
+    assert all(0 <= row["network_bytes"] - nbytes < 0.01 * nbytes for row in rows)
+    assert sum("sleeps" in line for line in played.log) == 3 * rows[1]["collectives"]
+    assert rows[0]["clocks"] == {"clocks.sm": "1980 MHz"}
+    assert rows[0]["peak_allocated"] == 2**30

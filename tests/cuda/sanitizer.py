@@ -32,4 +32,4 @@ def under_sanitizer(device: str, lines: list[tuple[str, Line]]) -> list[tuple[st
     address = f"tcp://127.0.0.1:{free_port()}"
     dist.init_process_group("nccl", init_method=address, rank=0, world_size=1, device_id=place)
     training.with_simulated_ranks = False
-    return lines
+    return [(title, line) for title, line in lines if "hybrid" not in title]  # four simulated ranks
