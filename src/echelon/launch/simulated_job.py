@@ -81,8 +81,8 @@ def run_threads(
     try:
         args = (read, raised, times, wanted)
         with nullcontext() if concurrent else importing_for_themselves(program.folder()):
-            start = run_ranks or partial(run, concurrent=concurrent)
-            start(_rank_main, ranks, args=args, timeout=timeout, rules=rules)
+            start = run_ranks or partial(run, concurrent=concurrent, rules=rules)
+            start(_rank_main, ranks, args=args, timeout=timeout)
     except BaseException as error:
         return _leave(_ending(error, raised, ranks), before)
     finally:
