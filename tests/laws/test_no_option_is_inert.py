@@ -163,6 +163,9 @@ def observed(technique: str, world: World, options: Options) -> Any:
             model: Any = made(technique, world, options)
         except (ec.ArgumentError, ec.ModelMismatch, ec.UnsupportedError) as error:
             return f"refused: {error}"
+        for module in model.modules():
+            if isinstance(module, Layer):  # what has begun before a unit computes
+                module.register_forward_hook(lambda *args: seen.append(len(events)))
         for step in range(3):
             generator = torch.Generator().manual_seed(10 * step + world.rank)
             model(torch.randn(4, 6, generator=generator)).float().square().sum().backward()
