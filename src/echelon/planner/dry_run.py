@@ -49,7 +49,8 @@ class DryStep:
 
     Attributes:
         stage: the position on ``pp``.
-        num_parameters: elements of the parameters that the rank keeps, parts of sharded ones.
+        num_parameters: elements of the parameters that the rank keeps; of sharded ones its part,
+            with the padding that makes all parts equal.
         parameter_bytes: of these.
         peak: the most bytes of tensors at a time.
         after: the last action of the pipeline that was complete at the peak; "" without one.
@@ -120,7 +121,7 @@ def dry_run(
         >>> x = torch.zeros(8, 1000)
         >>> [step] = dry_run(model, Plan(shard=100), x, x, mse_loss)
         >>> step.num_parameters, step.categories["optimizer"] >= 2 * step.parameter_bytes
-        (20020, True)
+        (20032, True)
     """
     checks.instance("plan", plan, Plan)
     options = DryRunOptions() if options is None else options
