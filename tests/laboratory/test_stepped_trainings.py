@@ -119,7 +119,7 @@ def test_a_pipeline_sends_outputs_forward_and_gradients_back() -> None:
     backward = [call for call in messages if call.ranks == (1, 0)]
     assert len(backward) == 2  # one for each microbatch
     assert [str(call.label).rpartition(",")[0] for call in backward] == [
-        f"gradients for stage 0 of microbatch {microbatch}" for microbatch in range(2)
+        f"gradients for stage 0, microbatch {microbatch}" for microbatch in range(2)
     ]
     outputs = [call for call in messages if str(call.label).startswith("outputs of stage 0")]
     expected = model()[0](rows(0)).detach()

@@ -20,6 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import final
 
 import torch
@@ -394,7 +395,9 @@ class _CudaDevice(DeviceKind):
             yield
 
 
-kinds: dict[str, Callable[[torch.device], DeviceKind]] = {"cuda": _CudaDevice}  # by ``device.type``
+# By ``device.type``. One object for each device, because a step asks for it at each call.
+kinds: dict[str, Callable[[torch.device], DeviceKind]] = {"cuda": cache(_CudaDevice)}
+_plain_device = cache(PlainDevice)
 
 
 def device_of(device: torch.device) -> DeviceKind:
@@ -404,7 +407,7 @@ def device_of(device: torch.device) -> DeviceKind:
         >>> device_of(torch.device("cpu")).is_host
         True
     """
-    return kinds.get(device.type, PlainDevice)(device)
+    return kinds.get(device.type, _plain_device)(device)
 
 
 def _default_generator() -> torch.Generator:

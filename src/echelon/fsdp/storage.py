@@ -39,6 +39,7 @@ class Storage(ABC):
         layout: says which rank has which elements.
         splits: the number of elements that each rank sends; None: all send ``part_numel``.
         part_numel: the number of elements that this rank sends, its shard and padding.
+        is_sent_packed: whether what it sends begins with its shards end to end, all padding behind.
         local_ranges: this rank's range of each parameter.
         sharded: whether the ranks have different shards.
         communicates: whether an unshard communicates.
@@ -87,6 +88,13 @@ class Storage(ABC):
         padded = layout.part_numel
         self.splits = layout.numels_by_rank if padded is None else None
         self.part_numel = self.shard_numel if padded is None else padded
+        # Where this rank's shards begin in a buffer of them alone, and in a part with padding.
+        self._packed_offsets = [0, *accumulate(span.numel for span in self.local_ranges)][:-1]
+        self._sent_offsets = layout.places if rows else self._packed_offsets
+        offsets = zip(self._packed_offsets, self._sent_offsets, self.local_ranges, strict=True)
+        self.is_sent_packed = padded is None or all(
+            packed == sent for packed, sent, span in offsets if span.numel
+        )
         self.shards: list[Tensor] = []
         self.unsharded: list[Tensor] = []
         self.flat_shard: Tensor | None = None
@@ -376,14 +384,6 @@ class Storage(ABC):
             return flat.view(shape)
         return view_as_rows(flat, shape) if self.rows else flat
 
-    @property
-    def is_sent_packed(self) -> bool:
-        """Whether this rank's part begins with its shards end to end, all padding behind them."""
-        if self.layout.part_numel is None or not self.rows:
-            return True
-        places = zip(self.layout.places, self._packed_offsets(), self.local_ranges, strict=True)
-        return all(place == offset for place, offset, span in places if span.numel)
-
     def without_padding(self, part: Tensor) -> Tensor:
         """This rank's shards end to end, of a part with padding; a view if possible."""
         if self.is_sent_packed:
@@ -392,11 +392,7 @@ class Storage(ABC):
 
     def _views_in_part(self, part: Tensor) -> list[Tensor]:
         """Views of a part with padding as this rank's shards, by rows."""
-        return self._local_shard_views(part, self.layout.places)
-
-    def _packed_offsets(self) -> list[int]:
-        """Where this rank's shards begin in a buffer that has them end to end."""
-        return [0, *accumulate(span.numel for span in self.local_ranges)][:-1]
+        return self._local_shard_views(part, self._sent_offsets)
 
 
 def wait_for_unshards(storages: Iterable[Storage]) -> None:

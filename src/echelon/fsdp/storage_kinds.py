@@ -50,7 +50,7 @@ class SharedStorage(Storage):
             self._local = make_masters(
                 self.shard_numel, self.dtype, self.compute_dtype, self.devices
             )
-            self.flat_shard, packed = self._local.masters, self._packed_offsets()
+            self.flat_shard, packed = self._local.masters, self._packed_offsets
             self.shards = self._local_shard_views(self._local.masters, packed)
             self._sources = self._local_shard_views(self._local.staged, packed)
             self._targets = self._local_shard_views(buffer, in_buffer)
@@ -91,7 +91,7 @@ class GatheredStorage(Storage):
         self._local = make_local_shard(self.part_numel, self.dtype, self.compute_dtype, devices)
         self._local.masters[self.shard_numel :].zero_()  # the padding
         self.flat_shard = self._local.masters[: self.shard_numel]
-        self.shards = self._local_shard_views(self._local.masters, self._packed_offsets())
+        self.shards = self._local_shard_views(self._local.masters, self._packed_offsets)
         devices.unshard_stream.wait_for_current()
         with devices.unshard_stream.as_current():
             self._buffer = self._empty(self.layout.numel if self.rows else self._padded_numel)
@@ -185,7 +185,7 @@ class GatheredStorage(Storage):
             return packed
         part = torch.zeros_like(packed)
         torch._foreach_copy_(
-            self._views_in_part(part), self._local_shard_views(packed, self._packed_offsets())
+            self._views_in_part(part), self._local_shard_views(packed, self._packed_offsets)
         )
         return part
 

@@ -16,7 +16,7 @@ is no gradient. That is a ``TaggedLink``; where messages have no tags, see ``ord
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeVar, final
 
@@ -149,18 +149,33 @@ class Link(ABC):
 
     @final
     def _packed(
-        self, header_nbytes: int, value: BoundaryValue, about: str
+        self, header_nbytes: int, specs: tuple[TensorSpec, ...], tensors: Iterable[Tensor]
     ) -> tuple[PackedMessage, list[Tensor]]:
-        """A message with the small tensors of a value, and its large ones."""
-        message = self._send_pool.acquire(header_nbytes, value.spec.tensors)
-        message.about = about
+        """A message with the small ones of some tensors, and the large ones."""
+        message = self._send_pool.acquire(header_nbytes, specs)
         large = []
-        for view, tensor in zip(message.views, value.tensors, strict=True):
+        for view, tensor in zip(message.views, tensors, strict=True):
             if view is None:
                 large.append(tensor.contiguous())
             else:
                 view.copy_(tensor)
         return message, large
+
+    @final
+    def _isend_packed(
+        self,
+        microbatch: int,
+        kinds: tuple[MessageKind, MessageKind],
+        message: PackedMessage,
+        large: list[Tensor],
+    ) -> tuple[list[Work], list[Tensor]]:
+        """Start to send a message and the large tensors behind it; all that, and its memory."""
+        what = "outputs of" if kinds == VALUE else "gradients for"
+        message.about = f"{what} stage {self.boundary}, microbatch {microbatch}"
+        works = self.isend(microbatch, kinds[0], message.buffer)
+        for tensor in large:
+            works += self.isend(microbatch, kinds[1], tensor)
+        return works, [message.buffer, *large]
 
     @final
     def _pending(
@@ -194,12 +209,9 @@ class TaggedLink(Link):
         if last_spec is None or not last_spec.is_identical(value.spec):
             self._send_spec(value.spec, () if last_spec is None else last_spec.tensors, isend)
             self.last_specs[step.training, microbatch] = value.spec
-        about = f"outputs of stage {self.boundary} for microbatch {microbatch}"
-        message, large = self._packed(LENGTH_NBYTES, value, about)
-        isend(MessageKind.PACKED, message.buffer)
-        for tensor in large:
-            isend(MessageKind.LARGE, tensor)
-        return self._pending(works, memory, message)
+        message, large = self._packed(LENGTH_NBYTES, value.spec.tensors, value.tensors)
+        sent, sent_memory = self._isend_packed(microbatch, VALUE, message, large)
+        return self._pending(works + sent, memory + sent_memory, message)
 
     def _send_spec(
         self,
@@ -234,21 +246,16 @@ class TaggedLink(Link):
         """Send the gradients of a stage's inputs back; None where an input was not used."""
         if not specs:
             return PendingSend([], [])
-        message = self._send_pool.acquire(len(specs), tuple(specs))
-        message.about = f"gradients for stage {self.boundary} of microbatch {microbatch}"
-        memory = [message.buffer]
-        for index, (spec, view, grad) in enumerate(zip(specs, message.views, grads, strict=True)):
-            if grad is None:
-                message.header[index] = 1
-            if view is None:
-                filled = spec.empty(self._group.device).zero_() if grad is None else grad
-                memory.append(filled.contiguous())
-            elif grad is not None:
-                view.copy_(grad)
-        works = self.isend(microbatch, MessageKind.PACKED_GRADIENTS, message.buffer)
-        for tensor in memory[1:]:
-            works += self.isend(microbatch, MessageKind.LARGE_GRADIENT, tensor)
-        if any(grad is None for grad in grads):  # the pool has messages with an empty header only
+        unused = [i for i, grad in enumerate(grads) if grad is None]
+        filled = (
+            spec.empty(self._group.device).zero_() if grad is None else grad
+            for spec, grad in zip(specs, grads, strict=True)
+        )
+        message, large = self._packed(len(specs), tuple(specs), filled)
+        for i in unused:
+            message.header[i] = 1
+        works, memory = self._isend_packed(microbatch, GRADIENTS, message, large)
+        if unused:  # the pool has messages with an empty header only
             return PendingSend(works, memory, is_poll_cheap=self._group.shares_memory)
         return self._pending(works, memory, message)
 

@@ -68,12 +68,9 @@ class OrderedLink(Link):
             if data:
                 spec = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 isend(MessageKind.SPEC, spec.to(self._group.device))
-        about = f"outputs of stage {self.boundary} for microbatch {microbatch}"
-        message, large = self._packed(0, value, about)
-        isend(MessageKind.PACKED, message.buffer)
-        for tensor in large:
-            isend(MessageKind.LARGE, tensor)
-        return self._pending(works, memory, message)
+        message, large = self._packed(0, value.spec.tensors, value.tensors)
+        sent, sent_memory = self._isend_packed(microbatch, VALUE, message, large)
+        return self._pending(works + sent, memory + sent_memory, message)
 
     @without_torch_function
     def recv_forward(self, microbatch: int, step: StepSpecs) -> OrderedForward:
@@ -104,24 +101,14 @@ class OrderedLink(Link):
         else:
             step.note_unused(key, unused)
         used = tuple(s for s, is_unused in zip(specs, unused, strict=True) if not is_unused)
-        works: list[Work] = []
-        memory: list[Tensor] = []
+        first: list[Work] = []
+        masks: list[Tensor] = []
         if not step.is_known:
-            memory.append(self._numbers(unused, torch.uint8))
-            works += self.isend(microbatch, MessageKind.SPEC, memory[0])
-        message = self._send_pool.acquire(0, used)
-        message.about = f"gradients for stage {self.boundary} of microbatch {microbatch}"
-        large = []
-        sent = (grad for grad in grads if grad is not None)
-        for view, grad in zip(message.views, sent, strict=True):
-            if view is None:
-                large.append(grad.contiguous())
-            else:
-                view.copy_(grad)
-        works += self.isend(microbatch, MessageKind.PACKED_GRADIENTS, message.buffer)
-        for tensor in large:
-            works += self.isend(microbatch, MessageKind.LARGE_GRADIENT, tensor)
-        return self._pending(works, [*memory, message.buffer, *large], message)
+            masks = [self._numbers(unused, torch.uint8)]
+            first = self.isend(microbatch, MessageKind.SPEC, masks[0])
+        message, large = self._packed(0, used, (grad for grad in grads if grad is not None))
+        works, memory = self._isend_packed(microbatch, GRADIENTS, message, large)
+        return self._pending(first + works, masks + memory, message)
 
     @without_torch_function
     def recv_backward(
