@@ -97,22 +97,6 @@ def note_for(error: BaseException) -> str | None:
     return None
 
 
-def note_without_turns(error: BaseException) -> str | None:
-    """What to do where a simulated rank that takes no turns needs ``torch.distributed``.
-
-    Example:
-        >>> note_without_turns(ValueError("environment variable RANK expected, but not set"))[:20]
-        'torch.distributed ke'
-    """
-    text = message_of(error)
-    if "RANK expected" not in text and "process group has not been initialized" not in text:
-        return None
-    return (
-        "torch.distributed keeps its groups in globals of the process, which simulated ranks that "
-        "run at the same time would share: leave out --concurrent, or concurrent=True"
-    )
-
-
 def _refusing(function: Callable[..., Any], name: str, reason: str) -> Callable[..., Any]:
     """A function that refuses to be called by simulated ranks; their forks are none."""
     owner = os.getpid()

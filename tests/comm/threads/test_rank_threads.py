@@ -14,10 +14,9 @@ def uses_the_group_of_the_first_to_come(world: ec.World) -> None:
     kept.setdefault("group", world.group).barrier()
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_a_call_on_the_group_of_another_rank_is_refused(concurrent: bool) -> None:
+def test_a_call_on_the_group_of_another_rank_is_refused() -> None:
     kept.clear()
     with pytest.raises(StateError) as caught:
-        ec.run(uses_the_group_of_the_first_to_come, 3, concurrent=concurrent)
+        ec.run(uses_the_group_of_the_first_to_come, 3)
     assert re.match(r"rank \d calls barrier \(#1 of group 'world'\)", str(caught.value))
     assert f"on the group of rank {kept['group'].rank}. Simulated ranks share" in str(caught.value)

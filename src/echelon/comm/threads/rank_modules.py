@@ -155,8 +155,7 @@ def main_names(names: Mapping[str, Any]) -> dict[str, Any]:
     """
     main = ModuleType(_MAIN)
     vars(main).update({"__builtins__": builtins, **names})
-    if current_owner() is not None:  # ranks that run at the same time share sys.modules
-        sys.modules.update(dict.fromkeys(_MAINS, main))
+    sys.modules.update(dict.fromkeys(_MAINS, main))
     return vars(main)
 
 

@@ -37,15 +37,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
-from echelon.comm.threads import global_hooks, replaced_names  # noqa: F401  # register state
+from echelon.comm.threads import global_hooks  # noqa: F401  # registers state
 from echelon.comm.threads.blocking_calls import handing_on, renew_grace
 from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner
 from echelon.comm.threads.rank_order import RankOrder, current_owner, set_current_owner
+from echelon.comm.threads.replaced_names import watching_imports
 from echelon.comm.threads.running_time import running_s
-from echelon.comm.threads.transformers_contexts import own_contexts
 from echelon.errors import StateError
 from echelon.process.operating_system import at_fork
 from echelon.process.process_status import others_work
@@ -58,6 +58,8 @@ _BUSY = 0.1  # the share of a core that a process uses at least if its rank does
 @final
 class Turns(RankOrder):
     """Ranks run one at a time, from one wait to the next."""
+
+    takes_turns = True
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -104,8 +106,8 @@ class Turns(RankOrder):
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
             with (
-                own_contexts(),
                 without_locks.of_rank(),
+                watching_imports.of_rank(),
                 keeping_threads.of_rank(),
                 own_loggers.of_rank(),
                 handing_on(lambda: self._blocked(rank)),
@@ -181,13 +183,6 @@ class Turns(RankOrder):
                 self._wanting.add(rank)
                 self._hand_on(rank)
                 self._take_again(rank)
-
-    @contextmanager
-    def hold(self, rank: int) -> Iterator[None]:
-        """Let no other rank run in the body: this one has its turn, and no clock counts it."""
-        with self.lock:
-            self.resume(rank)
-        yield
 
     @contextmanager
     def _blocked(self, rank: int) -> Iterator[None]:
@@ -360,7 +355,10 @@ class Turns(RankOrder):
         self._starter.lock.release(self)
 
     def watch(self) -> None:
-        """Let others run if the rank whose turn it is has blocked for ``BLOCKED_S``."""
+        """Let others run if the rank whose turn it is has blocked for ``BLOCKED_S``.
+
+        Called now and then, without the lock.
+        """
         with self.lock:
             now, processor_s = self._now_s(), time.process_time()
             turn, seen_s, seen_processor_s = self._looked
@@ -373,11 +371,15 @@ class Turns(RankOrder):
                 self._looked = (self._turn, now, processor_s)
 
     def long_turn(self, seconds: float) -> tuple[int, list[int]] | None:
-        """The rank that has run for so long, and those that wait for their turns meanwhile."""
-        rank = self._running
-        if rank is None or not self._wanting or self._now_s() - self._turn_since_s < seconds:
-            return None
-        return rank, sorted(self._wanting)
+        """The rank that has run for so long, and those that wait for their turns meanwhile.
+
+        Called now and then, without the lock.
+        """
+        with self.lock:
+            rank = self._running
+            if rank is None or not self._wanting or self._now_s() - self._turn_since_s < seconds:
+                return None
+            return rank, sorted(self._wanting)
 
 
 def _after_fork() -> None:
