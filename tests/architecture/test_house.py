@@ -1,6 +1,7 @@
 """Where a file stands and what it is called: rooms, unique names, and a test file for each file."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -107,6 +108,23 @@ def without_test_file(modules: Modules, tests: Iterable[str], known: Iterable[st
     ]
 
 
+def not_on_the_map(modules: Modules) -> list[str]:
+    """Files and folders that a package's list in reading order has not, and those that are gone."""
+    wrong = []
+    for name in sorted(packages(modules)):
+        _, found, text = (ast.get_docstring(modules[name]) or "").partition("In reading order::")
+        if not found:
+            continue
+        prefix = f"{name}." if name else ""
+        inside = {other.removeprefix(prefix).partition(".")[0] for other in modules if other}
+        inside = {last for last in inside if f"{prefix}{last}" in modules}
+        named = set(re.findall(r"\w+", text))
+        rows = re.findall(r"^    ([a-z_0-9]+)  ", text, re.MULTILINE)
+        wrong += [f"{name} does not list {last}" for last in sorted(inside - named)]
+        wrong += [f"{name} lists {row}, which is not there" for row in rows if row not in inside]
+    return wrong
+
+
 # --- the project obeys them --------------------------------------------------------------------
 
 
@@ -124,6 +142,10 @@ def test_no_two_modules_have_the_same_last_name() -> None:
 
 def test_no_two_classes_have_the_same_name() -> None:
     assert stand_twice(class_names(read_modules()), KNOWN_CLASS_NAMES) == []
+
+
+def test_a_list_in_reading_order_has_all_files_of_its_package() -> None:
+    assert not_on_the_map(read_modules()) == []
 
 
 def test_every_source_file_has_a_test_file_of_its_name() -> None:
@@ -166,6 +188,16 @@ def test_a_module_name_that_stands_twice_is_named_and_that_of_a_transport_is_not
 def test_a_class_name_that_stands_twice_is_named_also_in_one_file() -> None:
     modules = package_of(a="class X: ...\nclass Y: ...", b="def f():\n    class X: ...", c="")
     assert stand_twice(class_names(modules), set()) == ["X is the name of a:1 and b:2"]
+
+
+def test_a_file_that_a_list_has_not_is_named_and_one_that_is_gone() -> None:
+    text = '"""A room.\n\nIn reading order::\n\n    first  begins\n    third  ends\n"""'
+    modules = {name: ast.parse("") for name in ("", "room.first", "room.second", "other.file")}
+    modules |= {"room": ast.parse(text), "other": ast.parse('"""Another."""')}
+    assert not_on_the_map(modules) == [
+        "room does not list second",
+        "room lists third, which is not there",
+    ]
 
 
 def test_a_module_without_a_test_file_is_named_and_one_that_has_it_by_now() -> None:

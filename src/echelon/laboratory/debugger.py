@@ -57,7 +57,7 @@ class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
     def let_others_come(self) -> None:
         """Let the other ranks run until each waits, or has come to a breakpoint of its own."""
         if self._thread_world is not None and self.stopped_rank is not None:
-            self._thread_world.order.pause(self.stopped_rank)
+            self._thread_world.order.yield_turn(self.stopped_rank)
 
     def break_here(self, frame: FrameType) -> bool:
         """Whether a line has a breakpoint; if so, the others have come where they wait."""

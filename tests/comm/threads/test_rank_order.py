@@ -38,7 +38,7 @@ def test_a_sleep_ends_when_its_time_is_up_and_when_another_thread_wakes_it(
             order.sleep(0, 20)
             order.resume(0)
         assert time.monotonic() - start_s < 10
-        order.pause(0)
+        order.yield_turn(0)
     if isinstance(order, Turns):
         order.close()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.threads import rank_order
+from echelon.comm.threads import turns
 from echelon.comm.threads.blocking_calls import join_in_turn
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.thread_world import ThreadWorld
@@ -167,7 +167,7 @@ def test_a_rank_that_waits_is_not_woken_before_its_turn(
 ) -> None:
     waits: list[int] = []
     orders: list[Any] = []
-    wait_for = rank_order.wait_for
+    wait_for = turns.wait_for
 
     def counted(condition: threading.Condition, seconds: float | None = None) -> bool:
         waits.append(threading.get_ident())
@@ -178,7 +178,7 @@ def test_a_rank_that_waits_is_not_woken_before_its_turn(
         for _ in range(20):
             world.group.barrier()
 
-    monkeypatch.setattr(rank_order, "wait_for", counted)
+    monkeypatch.setattr(turns, "wait_for", counted)
     ec.run(main, ranks)
     assert 20 <= len(waits) <= orders[0]._turn
 

@@ -68,7 +68,7 @@ class RankOrder(ABC):
         """These threads of a rank, which sleep, have what they wait for."""
 
     @abstractmethod
-    def pause(self, rank: int) -> None:
+    def yield_turn(self, rank: int) -> None:
         """Let others run before the rank asks again whether something is complete. Without lock."""
 
     @final
@@ -98,11 +98,6 @@ class RankOrder(ABC):
     def not_running(self, rank: int) -> str | None:
         """Why a rank does not run that waits for nobody; None if it does, or blocks by itself."""
 
-    @final
-    def _doze(self, rank: int, seconds: float | None = None) -> bool:
-        """Release the lock until this rank is woken; whether it was before time was up."""
-        return wait_for(self._wakeups[rank], seconds)
-
 
 def do_nothing() -> None:
     """Unless a debugger has breakpoints."""
@@ -119,7 +114,7 @@ class OneRank(RankOrder):
 
     def sleep(self, rank: int, seconds: float) -> None:
         """Return when the rank is woken, or after some seconds."""
-        self._doze(rank, seconds)
+        wait_for(self._wakeups[rank], seconds)
 
     def resume(self, rank: int, *, overtake: bool = False) -> None:
         """Return at once."""
@@ -128,7 +123,7 @@ class OneRank(RankOrder):
         """Wake all threads of the rank."""
         self._wakeups[rank].notify_all()
 
-    def pause(self, rank: int) -> None:
+    def yield_turn(self, rank: int) -> None:
         """Return at once: its threads run anyway."""
 
     def clock(self, rank: int) -> float:
@@ -151,7 +146,7 @@ class OneRank(RankOrder):
         return None
 
 
-_current = threading.local()  # .owner of what runs on a thread, and .take_back of its turn
+_current = threading.local()  # .owner of what runs on a thread, and .resume of its turn
 
 
 def current_owner() -> Any:
@@ -159,18 +154,18 @@ def current_owner() -> Any:
     return getattr(_current, "owner", None)
 
 
-def set_current_owner(owner: Any, take_back: Callable[[], None] | None = None) -> None:
+def set_current_owner(owner: Any, resume: Callable[[], None] | None = None) -> None:
     """Say whose state the calling thread has from now on.
 
     Args:
         owner: the state; None for a thread that is no rank.
-        take_back: what ``take_turn`` calls on this thread.
+        resume: what ``resume_if_overtaken`` calls on this thread.
     """
-    _current.owner, _current.take_back = owner, take_back
+    _current.owner, _current.resume = owner, resume
 
 
-def take_turn() -> None:
+def resume_if_overtaken() -> None:
     """Wait for the turn of the rank on the calling thread, if it was overtaken."""
-    take_back: Callable[[], None] | None = getattr(_current, "take_back", None)
-    if take_back is not None:
-        take_back()
+    resume: Callable[[], None] | None = getattr(_current, "resume", None)
+    if resume is not None:
+        resume()

@@ -208,7 +208,7 @@ class ThreadWorld:
     def is_complete(self, pending: Pending, rank: int) -> bool:
         """Whether a wait of this rank for ``pending`` would return, or raise, at once."""
         if not pending.complete and self.failure is None:
-            self.order.pause(rank)  # so that others run while a rank polls in a loop
+            self.order.yield_turn(rank)  # so that others run while a rank polls in a loop
         return pending.complete or self.failure is not None
 
     def wait(

@@ -7,6 +7,17 @@ rank runs until it waits for others, and hands on to the next rank that can go o
     rank 1          F────all_reduce·                             ·──optimizer──
     rank 2                    F────all_reduce──optimizer──…   [1] the last to come goes on
 
+What happens to a rank::
+
+    take turn  wait until the turn is this rank's, and put its state into the process
+    hand on    give the turn to the next rank that wants one
+    sleep      hand on until another rank wakes this one, or time is up, and ``resume`` then
+    wake       let a rank that sleeps want a turn again
+    yield      hand on, and want a turn again at once
+    overtake   take the turn from a rank that does not hand on
+    hold       let no rank run while somebody looks at them
+    hurry      wait for no other rank long any more, since the world has failed
+
 Law: which rank runs next depends only on what the ranks have done, and not on clocks. The
 exceptions are limits of time, and ranks that block outside of groups.
 
@@ -42,7 +53,7 @@ from echelon.comm.threads.blocking_calls import handing_on, renew_grace
 from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
-from echelon.comm.threads.process_state import OUTSIDE, StateOwner
+from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
 from echelon.comm.threads.rank_order import RankOrder, current_owner, set_current_owner
 from echelon.comm.threads.replaced_names import watching_imports
 from echelon.comm.threads.running_time import running_s
@@ -99,9 +110,9 @@ class Turns(RankOrder):
         """
         with self.lock:
             self._threads[rank] = threading.get_ident()
-            self._take(rank)
+            self._take_turn(rank)
             was_left = self._closed  # so the process has the state of the caller again
-        set_current_owner(self._owners[rank], lambda: self._take_back(rank))
+        set_current_owner(self._owners[rank], lambda: self._resume_if_overtaken(rank))
         try:
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
@@ -140,7 +151,7 @@ class Turns(RankOrder):
         if self._has_turn(rank):
             self._stop_clock(rank)
             self._hand_on(rank)
-        self._doze(rank, seconds)
+        wait_for(self._wakeups[rank], seconds)
 
     def resume(self, rank: int, *, overtake: bool = False) -> None:
         """Return when it is the turn of the rank, unless this is another one of its threads."""
@@ -149,7 +160,7 @@ class Turns(RankOrder):
         renew_grace()
         was_overtaken = rank in self._overtaken and not self._in_a_hurry
         self._stop_clock(rank)
-        self._take_again(rank, overtake=overtake)
+        self._take_next_turn(rank, overtake=overtake)
         if was_overtaken:
             warnings.warn(
                 f"rank {rank} was blocked for {BLOCKED_S:g} s outside of echelon's calls, so other "
@@ -159,7 +170,7 @@ class Turns(RankOrder):
                 stacklevel=2,
             )
 
-    def _take_back(self, rank: int) -> None:
+    def _resume_if_overtaken(self, rank: int) -> None:
         if rank in self._overtaken:
             with self.lock:
                 self.resume(rank)
@@ -175,14 +186,14 @@ class Turns(RankOrder):
                 if self._holder is None:
                     self._hand_on(rank)
 
-    def pause(self, rank: int) -> None:
+    def yield_turn(self, rank: int) -> None:
         """Let all others that want have their turns."""
         with self.lock:
             if self._has_turn(rank) and self._wanting:
                 self._stop_clock(rank)
                 self._wanting.add(rank)
                 self._hand_on(rank)
-                self._take_again(rank)
+                self._take_next_turn(rank)
 
     @contextmanager
     def _blocked(self, rank: int) -> Iterator[None]:
@@ -197,7 +208,7 @@ class Turns(RankOrder):
             if hands_on:
                 with self.lock:
                     self._stop_clock(rank)
-                    self._take_again(rank)
+                    self._take_next_turn(rank)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -296,7 +307,7 @@ class Turns(RankOrder):
             self._release_process()
         self._wakeups[self._holder].notify_all()
 
-    def _take(self, rank: int, *, overtake: bool = False) -> None:
+    def _take_turn(self, rank: int, *, overtake: bool = False) -> None:
         """Wait for the turn of the rank, and put its state into the process."""
         while True:
             if self._holder is None:
@@ -310,7 +321,7 @@ class Turns(RankOrder):
             self._wanting.add(rank)
             turn = self._turn
             overtake = overtake or self._in_a_hurry
-            woken = self._doze(rank, OVERTAKE_S if overtake else None)
+            woken = wait_for(self._wakeups[rank], OVERTAKE_S if overtake else None)
             if overtake and not woken and self._turn == turn and not self._num_held:
                 self._overtake(rank)
         self._running, self._turn_since_s = rank, self._now_s()
@@ -320,13 +331,13 @@ class Turns(RankOrder):
             self._owners[rank].load()
         self.when_rank_runs()
 
-    def _take_again(self, rank: int, *, overtake: bool = False) -> None:
+    def _take_next_turn(self, rank: int, *, overtake: bool = False) -> None:
         """Wait for the next turn of the rank, which must not go on with the state of the caller.
 
         Raises:
             StateError: the world was left while the rank had no turn.
         """
-        self._take(rank, overtake=overtake)
+        self._take_turn(rank, overtake=overtake)
         if self._closed:
             raise StateError(f"rank {rank} does not go on, because its world was left meanwhile")
 
