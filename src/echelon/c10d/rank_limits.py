@@ -18,7 +18,7 @@ import torch
 
 from echelon.comm.threads.process_state import register_state
 from echelon.comm.threads.rank_modules import VARIABLE
-from echelon.comm.threads.rank_order import current_owner
+from echelon.comm.threads.rank_threads import this_rank
 from echelon.comm.threads.replaced_names import Names, Place, register_replacements
 from echelon.errors import EchelonError, UnsupportedError
 from echelon.errors.message_text import message_of
@@ -103,7 +103,7 @@ def _refusing(function: Callable[..., Any], name: str, reason: str) -> Callable[
 
     @wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if current_owner() is None or os.getpid() != owner:
+        if this_rank() is None or os.getpid() != owner:
             return function(*args, **kwargs)
         return _refuse(name, reason)
 
@@ -122,7 +122,7 @@ def _shared_number(function: Callable[[int], None]) -> Callable[[int], None]:
         try:
             function(number)
         except RuntimeError as error:
-            if current_owner() is None:
+            if this_rank() is None:
                 raise
             if number != torch.get_num_interop_threads():
                 name = "torch.set_num_interop_threads"

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from echelon.comm.threads.kept_by_threads import keep, kept
 from echelon.comm.threads.process_state import register_state
-from echelon.comm.threads.rank_order import resume_if_overtaken
+from echelon.comm.threads.rank_threads import resume_if_overtaken
 from echelon.comm.threads.replaced_names import Names, Place, Values
 
 

@@ -12,7 +12,6 @@ import torch
 
 from echelon.c10d.rank_limits import note_for
 from echelon.c10d.rank_names import start_rank
-from echelon.comm.threads import rank_threads
 from echelon.comm.threads.blocking_calls import join_in_turn
 from echelon.comm.threads.debugger_watch import DebuggerWatch
 from echelon.comm.threads.exit_handlers import guarded_exit
@@ -135,7 +134,6 @@ class SimulatedRanks:
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 world.enter(rank)
-                rank_threads.enter(world, rank)
                 group = ThreadGroup(world, rank, range(world.size), device=self._device)
                 rank_world = World(
                     group,

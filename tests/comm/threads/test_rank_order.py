@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.threads.rank_order import OneRank, RankOrder, current_owner
+from echelon.comm.threads.rank_order import OneRank, RankOrder
 from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.turns import Turns
 
@@ -53,14 +53,6 @@ def test_a_rank_alone_has_the_clock_of_the_process_and_no_turn() -> None:
     assert order.idle_s() == 0
     assert not order.is_next(0)
     assert order.not_running(0) is None
-
-
-def test_the_owner_of_the_state_is_known_on_the_threads_of_ranks() -> None:
-    def main(world: ec.World) -> bool:
-        return current_owner() is not None
-
-    assert ec.run(main, 2) == [True, True]
-    assert current_owner() is None
 
 
 @pytest.mark.slow

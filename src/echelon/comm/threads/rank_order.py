@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from echelon.comm.threads.process_state import wait_for
 from echelon.comm.threads.running_time import running_s
@@ -144,28 +144,3 @@ class OneRank(RankOrder):
     def not_running(self, rank: int) -> str | None:
         """None."""
         return None
-
-
-_current = threading.local()  # .owner of what runs on a thread, and .resume of its turn
-
-
-def current_owner() -> Any:
-    """Whose state the calling thread has: that of a simulated rank, or None."""
-    return getattr(_current, "owner", None)
-
-
-def set_current_owner(owner: Any, resume: Callable[[], None] | None = None) -> None:
-    """Say whose state the calling thread has from now on.
-
-    Args:
-        owner: the state; None for a thread that is no rank.
-        resume: what ``resume_if_overtaken`` calls on this thread.
-    """
-    _current.owner, _current.resume = owner, resume
-
-
-def resume_if_overtaken() -> None:
-    """Wait for the turn of the rank on the calling thread, if it was overtaken."""
-    resume: Callable[[], None] | None = getattr(_current, "resume", None)
-    if resume is not None:
-        resume()

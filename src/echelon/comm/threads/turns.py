@@ -46,6 +46,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 from echelon.comm.threads import global_hooks  # noqa: F401  # registers state
@@ -54,7 +55,8 @@ from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
-from echelon.comm.threads.rank_order import RankOrder, current_owner, set_current_owner
+from echelon.comm.threads.rank_order import RankOrder
+from echelon.comm.threads.rank_threads import RankThread, set_this_rank, this_rank
 from echelon.comm.threads.replaced_names import watching_imports
 from echelon.comm.threads.running_time import running_s
 from echelon.errors import StateError
@@ -75,8 +77,8 @@ class Turns(RankOrder):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._size = size
-        starter = current_owner() or OUTSIDE
-        self._starter: StateOwner = starter
+        here = this_rank()
+        self._starter = starter = OUTSIDE if here is None else here.state
         self._has_process = False  # whether this world holds the lock of the process
         self._holder: int | None = 0  # the rank whose turn it is
         self._running: int | None = None  # the holder, once its thread has noticed
@@ -112,7 +114,9 @@ class Turns(RankOrder):
             self._threads[rank] = threading.get_ident()
             self._take_turn(rank)
             was_left = self._closed  # so the process has the state of the caller again
-        set_current_owner(self._owners[rank], lambda: self._resume_if_overtaken(rank))
+        set_this_rank(
+            RankThread(rank, self, self._owners[rank], partial(self._resume_if_overtaken, rank))
+        )
         try:
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
@@ -125,7 +129,7 @@ class Turns(RankOrder):
             ):
                 yield
         finally:
-            set_current_owner(None)
+            set_this_rank(None)
             with self.lock:
                 self._threads[rank] = 0
                 self._stop_clock(rank)
@@ -395,7 +399,7 @@ class Turns(RankOrder):
 
 def _after_fork() -> None:
     """A forked child is no simulated rank: its one thread runs alone, with the state it has."""
-    set_current_owner(None)
+    set_this_rank(None)
 
 
 at_fork(after_in_child=_after_fork)
