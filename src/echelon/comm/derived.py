@@ -121,7 +121,7 @@ def gather(
     signature = signature_of("gather", tensor.dtype, tensor.shape, None, dst, label)
     pairs = [flattened(target) for target in targets]
     flats = [flat for flat, _ in pairs]
-    input = disjoint_input(flattened(tensor)[0], flats, flats[dst] if flats else None)
+    input = disjoint_input(flattened(tensor)[0], flats, flats[dst].data_ptr() if flats else None)
     operation = Gather(flats, input, dst)
     return signature, operation, tuple(step for _, steps in pairs for step in steps)
 

@@ -144,7 +144,7 @@ class GradientShard:
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
         self._version = 0  # of ``flat``, when it was last the rounded sum
-        self._slot_views: dict[int, list[list[Tensor]]] = {}  # by index of a slot
+        self._slot_views: dict[int, Sequence[Tensor | list[Tensor]]] = {}  # by index of a slot
         if grad_dtype != storage.dtype:
             for param in storage.optimizer_params:
                 param.grad_dtype = None  # otherwise torch requires the dtype of the parameter
@@ -213,12 +213,16 @@ class GradientShard:
             views = self._slot_views[i] = self._views_in(memory)
         return GradientBuffer(memory, views)
 
-    def _views_in(self, memory: Tensor) -> list[list[Tensor]]:
-        if not self.storage.rows:
-            return [[view] for view in self.storage.views_in(memory)]
+    def _views_in(self, memory: Tensor) -> Sequence[Tensor | list[Tensor]]:
         layout = self.storage.layout
-        pairs = zip(layout.pieces(), layout.shapes, strict=True)
-        return [[piece.view(memory, shape) for piece in pieces] for pieces, shape in pairs]
+        if not self.storage.rows:
+            return self.storage.views_in(memory)
+        views: list[Tensor | list[Tensor]] = []
+        for pieces, shape in zip(layout.pieces(), layout.shapes, strict=True):
+            parts = [piece.view(memory, shape) for piece in pieces]
+            is_whole = len(parts) == 1 and parts[0].shape == shape
+            views.append(parts[0] if is_whole else parts)
+        return views
 
     @property
     def part(self) -> Tensor:
