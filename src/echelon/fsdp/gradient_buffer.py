@@ -38,8 +38,8 @@ class GradientBuffer(NamedTuple):
 
 def _pieces(gradient: Tensor, views: list[Tensor]) -> list[Tensor]:
     """Views of the rows of a gradient, with the shapes of ``views``; none if it has no rows."""
-    if not views:
-        return []
+    if len(views) < 2:  # all rows lie together, or there are none
+        return [gradient.view(view.shape) for view in views]
     rows = gradient if gradient.dim() else gradient.view(1)
     row = rows[0].numel()
     pieces = rows.split([view.numel() // row for view in views])
