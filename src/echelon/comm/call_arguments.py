@@ -10,6 +10,7 @@ from torch import Tensor
 
 from echelon import checks
 from echelon.comm.buffers import is_expanded
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
@@ -34,11 +35,13 @@ class PartOfATensor:
 class Arguments:
     """Checks the arguments of the calls of one rank.
 
-    ``rank`` and ``size`` are those of the group, and ``device`` holds its tensors.
+    ``rank`` and ``size`` are those of the group, and ``device`` holds its tensors; ``on_host`` says
+    whether in the memory of the host.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.on_host = device_of(device).is_host
 
     def check_tensors(
         self, op: str, read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()

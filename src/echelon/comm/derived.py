@@ -150,16 +150,16 @@ def scatter(
 def barrier(arguments: Arguments, label: str | None) -> Request:
     """See ``Group.barrier``."""
     if label is None:
-        return _barrier(arguments.device, waits=not device_of(arguments.device).is_host)
+        return _barrier(arguments.device, arguments.on_host)
     arguments.check_label(label)
     _, operation, finish = barrier(arguments, None)
     return signature_of("barrier", None, (), None, None, label), operation, finish
 
 
 @lru_cache(maxsize=64)
-def _barrier(device: torch.device, *, waits: bool) -> Request:
+def _barrier(device: torch.device, on_host: bool) -> Request:
     # On CUDA a wait only orders streams, but a barrier must block the host.
-    finish = (partial(_synchronize, device),) if waits else ()
+    finish = () if on_host else (partial(_synchronize, device),)
     return CallSignature("barrier"), Barrier(device), finish
 
 
