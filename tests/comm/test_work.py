@@ -186,18 +186,6 @@ def test_a_window_that_is_not_shared_has_no_peers() -> None:
         window.peer(0)
 
 
-def test_former_names_of_a_call_and_its_signature_warn() -> None:
-    def main(world: ec.World) -> None:
-        work = world.group.barrier(async_op=True)
-        with pytest.warns(DeprecationWarning, match=r"now Work\.call"):
-            call = work.ticket
-        with pytest.warns(DeprecationWarning, match=r"now CollectiveCall\.signature"):
-            assert call.call is work.call.signature
-        work.wait()
-
-    ec.run(main, 1)
-
-
 class Ended(Work):
     """Communication that has ended."""
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from echelon import checks
 from echelon.c10d.connection import Connection, connect, of_processes
 from echelon.c10d.dist_work import C10dWork, ReceiveFromAny
 from echelon.c10d.monitored_barrier import MonitoredBarrier
@@ -71,7 +70,6 @@ class ProcessGroupEchelon(NamedProcessGroup):
         store: of c10d, for the ranks of this group.
     """
 
-    @checks.also_named("group", "connection")
     def __init__(self, connection: Connection | ShmGroup, store: c10d.Store) -> None:
         if not isinstance(connection, Connection):
             connection = of_processes(connection)

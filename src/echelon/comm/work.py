@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -86,12 +85,6 @@ class Work(ABC):
     @abstractmethod
     def _wait(self, timeout: float | None) -> None:
         """Block until the communication is complete, or raise its error; may be called twice."""
-
-    @property
-    def ticket(self) -> CollectiveCall:
-        """Deprecated name of ``call``."""
-        warnings.warn("Work.ticket is now Work.call", DeprecationWarning, stacklevel=2)
-        return self.call
 
     @final
     def then(self, step: Callable[[], None]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -113,13 +112,6 @@ class CollectiveCall:
     group: str
     rank: int
     blocking: bool
-
-    @property
-    def call(self) -> CallSignature:
-        """Deprecated name of ``signature``."""
-        message = "CollectiveCall.call is now CollectiveCall.signature"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.signature
 
     def __str__(self) -> str:
         return f"{self.signature} (#{self.position} of group {self.group!r}) at {self.place}"
