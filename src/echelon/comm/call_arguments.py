@@ -65,7 +65,7 @@ class Arguments:
                     f"{op} got tensors of {dtype} and {tensor.dtype}; use one dtype"
                 )
         for tensor in written:
-            if is_expanded(tensor):
+            if not tensor.is_contiguous() and is_expanded(tensor):
                 raise ArgumentError(
                     f"{op} cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
                     f"{tensor.stride()}: several of its elements are one place in memory (it was "

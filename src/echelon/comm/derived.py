@@ -97,7 +97,8 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def reduce(arguments: Arguments, tensor: Tensor, dst: int, op: str, label: str | None) -> Request:
     """See ``Group.reduce``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("dst", dst)
     reduce_op.check_op(op, arguments.check_tensors("reduce", written=[tensor]))
     signature = signature_of("reduce", tensor.dtype, tensor.shape, op, dst, label)
@@ -113,7 +114,8 @@ def gather(
     label: str | None,
 ) -> Request:
     """See ``Group.gather``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("dst", dst)
     targets = arguments.list_of_root("gather", "outputs", outputs, root=dst)
     arguments.check_tensors("gather", [tensor], targets)
@@ -134,7 +136,8 @@ def scatter(
     label: str | None,
 ) -> Request:
     """See ``Group.scatter``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("src", src)
     sources = arguments.list_of_root("scatter", "inputs", inputs, root=src)
     arguments.check_tensors("scatter", sources, [tensor])
@@ -151,7 +154,8 @@ def barrier(arguments: Arguments, label: str | None) -> Request:
     """See ``Group.barrier``."""
     if label is None:
         return _barrier(arguments.device, arguments.on_host)
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     _, operation, finish = barrier(arguments, None)
     return signature_of("barrier", None, (), None, None, label), operation, finish
 

@@ -161,7 +161,8 @@ Request: TypeAlias = tuple[CallSignature, Primitive | Derived, Finish]
 
 def all_reduce(arguments: Arguments, tensor: Tensor, op: str, label: str | None) -> Request:
     """See ``Group.all_reduce``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     reduce_op.check_op(op, arguments.check_tensors("all_reduce", written=[tensor]))
     signature = signature_of("all_reduce", tensor.dtype, tensor.shape, op, None, label)
     flat, finish = flattened(tensor)
@@ -177,7 +178,8 @@ def reduce_scatter(
     label: str | None,
 ) -> Request:
     """See ``Group.reduce_scatter_single``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     name = "reduce_scatter_single"
     reduce_op.check_op(op, arguments.check_tensors(name, [input], [output]))
     parts: tuple[int, ...] = ()
@@ -199,7 +201,8 @@ def all_gather_single(
     arguments: Arguments, output: Tensor, input: Tensor, label: str | None
 ) -> Request:
     """See ``Group.all_gather_single``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     name, size = "all_gather_single", arguments.size
     arguments.check_tensors(name, [input], [output])
     arguments.check_numel("output", output, size * input.numel(), "size * input.numel()")
@@ -214,7 +217,8 @@ def all_gather(
     arguments: Arguments, outputs: Sequence[Tensor], input: Tensor, label: str | None
 ) -> Request:
     """See ``Group.all_gather``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.outputs_of_ranks("all_gather", outputs, input)
     lengths = tuple(output.numel() for output in outputs)
     signature = signature_of("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths)
@@ -225,7 +229,8 @@ def all_gather(
 
 def broadcast(arguments: Arguments, tensor: Tensor, src: int, label: str | None) -> Request:
     """See ``Group.broadcast``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("src", src)
     read, written = ([tensor], []) if src == arguments.rank else ([], [tensor])
     arguments.check_tensors("broadcast", read, written)
@@ -243,7 +248,8 @@ def all_to_all_single(
     label: str | None,
 ) -> Request:
     """See ``Group.all_to_all_single``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_tensors("all_to_all_single", [input], [output])
     outs = arguments.rows("output", output, output_splits)
     ins = arguments.rows("input", input, input_splits)

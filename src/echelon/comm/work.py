@@ -92,6 +92,26 @@ class Work(ABC):
         self._finish = (*self._finish, step)
 
 
+@final
+class CompletedWork(Work):
+    """A call that was complete when it was issued."""
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once."""
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        pass
+
+
+def finish_call(call: CollectiveCall, finish: Sequence[Callable[[], None]]) -> None:
+    """What ``Work.wait`` does for a blocking call that has ended without a work."""
+    start_s = time.perf_counter()
+    for step in finish:
+        step()
+    _emit("collective.wait", call, start_s, time.perf_counter() - start_s)
+
+
 def _emit(
     name: str, call: CollectiveCall, start_s: float | None = None, seconds: float = 0.0
 ) -> None:

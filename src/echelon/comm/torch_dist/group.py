@@ -211,7 +211,7 @@ class PeerGroup(TorchGroup):
     def _use_timeout(self, seconds: float) -> None:
         self._peers.timeout = seconds
 
-    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work | None:
         if isinstance(operation, Send):
             return self._post(call, self._peers.send, operation, operation.dst)
         if isinstance(operation, Receive):
@@ -227,7 +227,7 @@ class PeerGroup(TorchGroup):
         call: CollectiveCall,
         operation: Primitive | Derived | None,
         lengths: Lengths | None = None,
-    ) -> Work:
+    ) -> Work | None:
         self._job.check()
         return self._executor.issue(call, lambda: self._carry_out(call, operation, lengths))
 
@@ -253,7 +253,9 @@ class PeerGroup(TorchGroup):
         return tuple(self.ranks[rank] for rank in self._peers.awaited)
 
     def _synchronize(self, call: CollectiveCall) -> None:
-        self._issue_in_turn(call, None).wait()
+        work = self._issue_in_turn(call, None)
+        if work is not None:
+            work.wait()
 
     # Point to point --------------------------------------------------------------------------
 
