@@ -299,7 +299,7 @@ class FaultyGroup(Group):
         return replace(call, position=position)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> FaultyGroup | None:
         self._inner._num_subgroups = self._num_subgroups
         subgroup = self._inner._subgroup(self._renumbered(call), name, members, device)

@@ -31,7 +31,7 @@ class NoTransport(Transport):
         raise AssertionError
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> "NoTransport | None":
         raise AssertionError
 

@@ -198,10 +198,10 @@ class Arguments:
             self.check_rank("a member of the subgroup", member)
         return sorted(set(members))
 
-    def device_of_subgroup(self, device: object) -> torch.device:
-        """Check the device of a new group, and return it."""
+    def device_of_subgroup(self, device: object) -> torch.device | None:
+        """Check the device of a new group, and return it; None for that of this group."""
         if device is None:
-            return self.device
+            return None
         try:
             place = torch.device(device)  # type: ignore[call-overload]
         except (TypeError, RuntimeError) as error:

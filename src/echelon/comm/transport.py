@@ -92,11 +92,12 @@ class Transport(GroupTree, ABC):
 
     @abstractmethod
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> Self | None:
         """Make the group of these ranks of this group; return None on other ranks.
 
-        ``device`` is that of its tensors: the one of this group, or the CPU.
+        ``device`` is that of its tensors: None for that of this group, or the CPU, where it is to
+        communicate beside what is on a device.
         """
 
     @abstractmethod

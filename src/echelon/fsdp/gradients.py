@@ -36,7 +36,8 @@ gradients get new memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import final
@@ -345,13 +346,19 @@ class Reduction:
         Raises:
             DeviceMemoryError: the device has no memory for it.
         """
-        try:
+        with self._naming_memory():
             self._start(gradients)
+            if self._work is None:
+                self._store()
+
+    @contextmanager
+    def _naming_memory(self) -> Iterator[None]:
+        """Say whose gradients the device has no memory for in the body."""
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             nbytes = self.shard.storage.layout.padded_numel * self.shard.wire_dtype.itemsize
             raise out_of_memory(self._label, nbytes, self._devices.device, error) from error
-        if self._work is None:
-            self._store()
 
     def _start(self, gradients: list[Tensor | None]) -> None:
         shard, storage, stream = self.shard, self.shard.storage, self._devices.reduce_stream
@@ -450,7 +457,8 @@ class Reduction:
         if work is not None:
             with self._devices.reduce_stream.as_current():
                 work.wait()
-            self._store()
+            with self._naming_memory():
+                self._store()
 
     def finish(self) -> None:
         """Wait for the reduction, and leave the result in the views."""
@@ -466,7 +474,8 @@ class Reduction:
         if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()
-            self.shard.accumulate(self._output, add=self._reduced_before is not None)
+            with self._naming_memory():
+                self.shard.accumulate(self._output, add=self._reduced_before is not None)
             self._output = None
 
     def set_grads(self, used: Sequence[bool]) -> None:

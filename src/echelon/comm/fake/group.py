@@ -86,7 +86,7 @@ class FakeGroup(Group):
         return CompletedWork(call)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> Any:
         if self.rank not in members:
             return None

@@ -125,7 +125,7 @@ class ShmGroup(Group):
         return self._mailbox.probe(tag)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> ShmGroup | None:
         subgroup = self._run(call, lambda: self._make_subgroup(call, name, members))
         if subgroup is not None:

@@ -107,7 +107,7 @@ class TorchGroup(Group):
 
     @final
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> TorchGroup | None:
         self._job.check()
         if self._agreement is not None:
@@ -117,7 +117,8 @@ class TorchGroup(Group):
         start_s = time.monotonic()
         others = tuple(member for member in members if member != self.rank)
         try:
-            return self._connect(name, tuple(self.ranks[member] for member in members), device)
+            ranks = tuple(self.ranks[member] for member in members)
+            return self._connect(name, ranks, device or self.device)
         except PeerLost as lost:
             # ``lost`` counts ranks in the new group, and the record in this group.
             missing = tuple(members[rank] for rank in lost.missing) or others
