@@ -65,7 +65,7 @@ def test_the_page_shows_what_is_printed(
     run_threads(Program("examples/nccl_hangs.py"), ["ring"], RANKS, rules="nccl")
     said = capsys.readouterr().err
     page = (root / "docs" / "laboratory" / "nccl-rules.md").read_text()
-    assert "\n".join(said[said.index("deadlock") :].splitlines()[:5]) in page
+    assert "\n".join(said[said.index("deadlock") :].splitlines()[:9]) in page
 
 
 def test_a_batch_of_messages_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
