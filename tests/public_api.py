@@ -12,7 +12,6 @@ import enum
 import importlib
 import inspect
 import textwrap
-import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -179,6 +178,4 @@ def lines() -> list[str]:
 
 
 if __name__ == "__main__":
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        print("\n".join(lines()))
+    print("\n".join(lines()))

@@ -35,7 +35,7 @@ def test_two_trees_are_compared_in_turns(world: str, capsys: pytest.CaptureFixtu
     against.main(ROOT, **options, rounds=1)
     progress, _, *rows = capsys.readouterr().out.splitlines()
     assert progress == "round 1 of 1"
-    # The collectives, then steps and unshards of two models; each by clock and by processor.
+    # Collectives, then steps and unshards of two models; each by the clock and by processor.
     num_times = 2 * (10 + 6 + 2 * 2)
     times, facts = rows[:num_times], rows[num_times:]
     for row in times:

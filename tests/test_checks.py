@@ -54,18 +54,6 @@ def test_what_is_good_passes_and_what_is_bad_is_named(
         check(bad)
 
 
-def test_an_argument_may_have_its_old_name_and_a_warning_says_the_new_one() -> None:
-    @checks.also_named("colour", "color")
-    def paint(wall: int, color: str) -> tuple[int, str]:
-        return wall, color
-
-    assert paint(1, "red") == paint(1, color="red") == (1, "red")
-    with pytest.warns(DeprecationWarning, match=r"paint\(colour=...\) is now .*paint\(color=...\)"):
-        assert paint(1, colour="red") == (1, "red")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="color"):
-        paint(1)  # type: ignore[call-arg]
-
-
 def test_numbers_are_pythons_own() -> None:
     assert type(checks.integer("n", torch.tensor(3))) is int
     assert type(checks.number("x", 3, 0.0)) is float

@@ -11,10 +11,8 @@ import math
 import operator
 import os
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from echelon.errors import ArgumentError, RankError
 
@@ -203,37 +201,3 @@ def reduction(value: object) -> None:
         raise ArgumentError(
             f"reduction is {value!r:.80}; use 'mean', 'sum' or the number > 0 that divides the sum"
         )
-
-
-Called = TypeVar("Called", bound=Callable[..., Any])
-
-
-def also_named(old: str, new: str) -> Callable[[Called], Called]:
-    """Let an argument be given by its old name, with a warning, for one version.
-
-    Example:
-        >>> @also_named("colour", "color")
-        ... def paint(color):
-        ...     return color
-        >>> paint(color="red")
-        'red'
-    """
-
-    def wrap(function: Called) -> Called:
-        name = function.__qualname__.removesuffix(".__init__")
-
-        @wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if old in kwargs:
-                warnings.warn(
-                    f"{name}({old}=...) is now {name}({new}=...); the old name goes in the next "
-                    "version",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return wrapped  # type: ignore[return-value]
-
-    return wrap

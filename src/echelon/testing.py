@@ -29,9 +29,8 @@ from torch import Tensor
 
 from echelon import checks
 from echelon.comm.group import Group
-from echelon.comm.ordered_executor import CompletedWork
 from echelon.comm.primitives import Derived, Primitive
-from echelon.comm.work import Window, Work
+from echelon.comm.work import CompletedWork, Window, Work
 from echelon.comm.world import World
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
@@ -53,7 +52,7 @@ run_ranks = run
 _FOR_EVER_S = 1e6
 _MESSAGES = ("send", "recv")
 
-Issue = Callable[[CollectiveCall], Work]
+Issue = Callable[[CollectiveCall], Work | None]
 Sleep = Callable[[float], object]
 
 
@@ -78,7 +77,7 @@ class Fault:
     """
 
     name: str
-    strike: Callable[[CollectiveCall, Issue, Sleep], Work]
+    strike: Callable[[CollectiveCall, Issue, Sleep], Work | None]
     ends_in: type[Exception] | None = CommError
     needs_process: bool = False
     needs_timeout: bool = False
@@ -93,24 +92,24 @@ class _Left(BaseException):
     """Ends the function of a rank, which cannot catch it by ``except Exception``."""
 
 
-def _raise(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _raise(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work | None:
     raise InjectedFault(f"this rank was told to fail at {call}")
 
 
-def _leave(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _leave(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work | None:
     raise _Left
 
 
-def _signal(name: str, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _signal(name: str, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work | None:
     os.kill(os.getpid(), signal.Signals[name])
     return issue(call)
 
 
-def _exit(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _exit(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work | None:
     os._exit(0)
 
 
-def _wait_first(seconds: float, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _wait_first(seconds: float, call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work | None:
     with rank_time.before_communication():
         sleep(seconds)
     if call.signature.op not in _MESSAGES:
@@ -118,12 +117,14 @@ def _wait_first(seconds: float, call: CollectiveCall, issue: Issue, sleep: Sleep
     return issue(call)
 
 
-def _skip(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
+def _skip(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work | None:
     return CompletedWork(call)  # it was never issued
 
 
-def _repeat(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work:
-    issue(call).wait()
+def _repeat(call: CollectiveCall, issue: Issue, sleep: Sleep) -> Work | None:
+    work = issue(call)
+    if work is not None:
+        work.wait()
     return issue(call)
 
 
@@ -132,7 +133,7 @@ def _claim(
     call: CollectiveCall,
     issue: Issue,
     sleep: Sleep,
-) -> Work:
+) -> Work | None:
     return issue(replace(call, signature=alter(call.signature)))
 
 
@@ -274,10 +275,10 @@ class FaultyGroup(Group):
     def _use_timeout(self, seconds: float) -> None:
         self._inner.timeout = seconds
 
-    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work | None:
         """Issue the call, or let the fault replace it."""
 
-        def issue(call: CollectiveCall) -> Work:
+        def issue(call: CollectiveCall) -> Work | None:
             return self._inner._start(self._renumbered(call), operation)
 
         number, self._num_calls = self._num_calls, self._num_calls + 1
@@ -298,7 +299,7 @@ class FaultyGroup(Group):
         return replace(call, position=position)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> FaultyGroup | None:
         self._inner._num_subgroups = self._num_subgroups
         subgroup = self._inner._subgroup(self._renumbered(call), name, members, device)

@@ -12,8 +12,6 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import profile
 
-from echelon.c10d import ProcessGroupEchelon
-from echelon.comm import shm
 from tests.c10d.ranks import Ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -253,21 +251,6 @@ def use_subgroups(rank: int, size: int) -> None:
 
 def test_subgroups_communicate_apart_from_the_world(ranks: Ranks) -> None:
     ranks.call(use_subgroups)
-
-
-def give_a_group_by_its_former_name(rank: int, size: int) -> None:
-    store = dist.PrefixStore("former name", dist.distributed_c10d._get_default_store())
-    group = shm.connect(rank, size, store, timeout=60.0, name="former name")
-    with pytest.warns(DeprecationWarning, match=r"ProcessGroupEchelon\(connection=...\)"):
-        process_group = ProcessGroupEchelon(group=group, store=store)  # type: ignore[call-arg]
-    tensor = torch.tensor([float(rank)])
-    process_group.allreduce([tensor]).wait()
-    assert tensor.item() == sum(range(size))
-    process_group.shutdown()
-
-
-def test_a_process_group_takes_a_group_by_the_former_name_of_its_argument(ranks: Ranks) -> None:
-    ranks.call(give_a_group_by_its_former_name)
 
 
 def describe(rank: int, size: int) -> tuple[object, ...]:

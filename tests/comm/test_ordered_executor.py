@@ -22,7 +22,7 @@ def test_a_blocking_action_runs_on_its_caller_only_if_nothing_is_outstanding() -
     def note(name: str) -> None:
         ran.append((name, threading.get_ident()))
 
-    executor.issue(call(blocking=True), lambda: note("first")).wait()
+    assert executor.issue(call(blocking=True), lambda: note("first")) is None  # it has run
     executor.issue(call(blocking=False), lambda: (go.wait(), note("second"))[1])
     third = executor.issue(call(blocking=True), lambda: note("third"))
     go.set()

@@ -26,6 +26,15 @@ def test_ranks_of_a_host_take_its_cuda_devices_in_turn(monkeypatch) -> None:
     assert found == [torch.device("cuda", i) for i in (0, 1, 0)] == chosen
 
 
+def test_a_script_that_has_bound_its_process_group_to_a_device_gets_that_one(monkeypatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    bound = torch.device("cuda", 3)
+    assert [streams.local_device(0, bound)] == [bound] == chosen
+
+
 def test_only_the_cpu_is_memory_that_processes_can_share() -> None:
     assert streams.device_of(CPU).is_host
     assert not streams.device_of(torch.device("cuda", 0)).is_host

@@ -10,7 +10,6 @@ from echelon.comm.transport import Transport
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
 from echelon.errors import StateError
-from tests.worlds import events_of
 
 
 class NoTransport(Transport):
@@ -32,7 +31,7 @@ class NoTransport(Transport):
         raise AssertionError
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> "NoTransport | None":
         raise AssertionError
 
@@ -63,14 +62,6 @@ def test_collectives_and_messages_have_numbers_of_their_own_and_are_noted() -> N
     for call in group.noted:
         assert (call.group, call.rank) == ("g", 6)  # the rank in the job
         assert call.place.file == __file__
-
-
-def test_an_issued_call_is_an_event_only_while_somebody_listens() -> None:
-    group = NoTransport()
-    group.number("barrier")
-    with events_of(6) as events:
-        call = group.number("all_reduce")
-    assert [event.facts["position"] for event in events] == [call.position] == [1]
 
 
 def test_a_group_of_a_forked_process_refuses_every_call() -> None:

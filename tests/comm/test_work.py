@@ -1,4 +1,4 @@
-"""Windows, which peers read and write in place, and the former names of a work's call."""
+"""Windows, which peers read and write in place, and the events of a call."""
 
 import gc
 import time
@@ -15,6 +15,7 @@ from echelon.diagnosis.rank_time import RankTime
 from echelon.diagnosis.step_rows import Activity
 from echelon.errors import CollectiveMismatch, SharedMemoryError, UnsupportedError
 from tests.comm.checking import Outcome, checks_of, outcome_of, refuses, same
+from tests.worlds import events_of
 
 KINDS = ("threads", "processes")
 
@@ -186,18 +187,6 @@ def test_a_window_that_is_not_shared_has_no_peers() -> None:
         window.peer(0)
 
 
-def test_former_names_of_a_call_and_its_signature_warn() -> None:
-    def main(world: ec.World) -> None:
-        work = world.group.barrier(async_op=True)
-        with pytest.warns(DeprecationWarning, match=r"now Work\.call"):
-            call = work.ticket
-        with pytest.warns(DeprecationWarning, match=r"now CollectiveCall\.signature"):
-            assert call.call is work.call.signature
-        work.wait()
-
-    ec.run(main, 1)
-
-
 class Ended(Work):
     """Communication that has ended."""
 
@@ -226,3 +215,19 @@ def test_what_a_wait_for_ended_communication_finishes_counts_as_communication(
     in_communication = rank._spans[Activity.COMMUNICATION]
     rank.stop()
     assert in_communication >= 20_000_000 if finishes else in_communication == 0
+
+
+def events_of_two_calls(world: ec.World) -> list[tuple[str, int]]:
+    world.group.barrier()
+    transposed = torch.ones(2, 3).t()
+    with events_of(world.rank, "collective.issue", "collective.wait") as events:
+        world.group.all_reduce(torch.ones(1))
+        world.group.all_reduce(transposed)  # what is copied back belongs to the wait
+    assert transposed.eq(2).all()
+    return [(event.name, event.facts["position"]) for event in events]
+
+
+@pytest.mark.parametrize("world", KINDS)
+def test_a_blocking_call_is_two_events_while_somebody_listens(world: str) -> None:
+    expected = [(name, i) for i in (1, 2) for name in ("collective.issue", "collective.wait")]
+    assert ec.run(events_of_two_calls, 2, world) == [expected, expected]

@@ -88,15 +88,6 @@ def test_a_record_survives_the_store() -> None:
     assert FailureRecord.load(record.dump().encode(), record.rank) == record
 
 
-def test_a_record_of_an_earlier_version_is_read_from_its_file(tmp_path: Path) -> None:
-    record = FailureRecord(rank=1, reason=Reason.RAISED, type="ValueError", call="barrier")
-    record.write(tmp_path / "error.json")
-    content = json.loads((tmp_path / "error.json").read_text())
-    del content["echelon"]["op"], content["echelon"]["content"]
-    (tmp_path / "error.json").write_text(json.dumps(content))
-    assert FailureRecord.read(tmp_path / "error.json") == record
-
-
 @pytest.mark.parametrize(
     ("fact", "value"),
     [

@@ -1,18 +1,22 @@
 """What a user of FSDP can do besides the plain loop; over simulated ranks."""
 
 import copy
+import sys
 import threading
 import time
-from typing import Any, ClassVar
+from types import FrameType
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon.comm import streams
 from echelon.comm.fake.group import FakeGroup
+from echelon.comm.group import Group
 from echelon.comm.world import World
 from echelon.errors import StateError
 from tests.fsdp.checking import same_grads, shard, whole_grads
@@ -118,19 +122,43 @@ def test_the_step_after_an_exception_is_right(where) -> None:
     ec.run(survives, 2, args=(where,))
 
 
+def fail_if_it_is_time() -> None:
+    """Raise what torch raises for one allocation of a rank."""
+    here = threading.get_ident()
+    if here in FAILS_AT:
+        FAILS_AT[here] -= 1
+        if FAILS_AT[here] < 0:
+            del FAILS_AT[here]
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate it.\nMore")
+
+
+FAILS_AT: dict[int, int] = {}  # by thread, how many allocations before the one that fails
+ALLOCATE = {"empty", "new_empty", "zeros", "zeros_like", "clone", "_to_copy", "add"}
+OF_UNITS = tuple(f"/fsdp/{name}.py" for name in ("gradients", "local_shard", "storage_kinds"))
+
+
 class SmallDevice(streams.PlainDevice):
     """A device that has no memory for one allocation of a rank."""
 
-    fails_at: ClassVar[dict[int, int]] = {}  # by thread, how many allocations before it
-
     def resize(self, memory: torch.UntypedStorage, nbytes: int) -> None:
-        here = threading.get_ident()
-        if nbytes and here in self.fails_at:
-            self.fails_at[here] -= 1
-            if self.fails_at[here] < 0:
-                del self.fails_at[here]
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate it.\nMore")
+        if nbytes:
+            fail_if_it_is_time()
         super().resize(memory, nbytes)
+
+
+class SmallMemory(TorchDispatchMode):
+    """The same for the memory of tensors that FSDP makes for a unit."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ in ALLOCATE:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and "/torch/" in frame.f_code.co_filename:
+                frame = frame.f_back
+            if frame is not None and frame.f_code.co_filename.endswith(OF_UNITS):
+                fail_if_it_is_time()
+        return func(*args, **(kwargs or {}))
 
 
 def held_by(model: ec.FSDP) -> list[int]:
@@ -139,36 +167,54 @@ def held_by(model: ec.FSDP) -> list[int]:
     return [stats.shards, stats.gathered, stats.gradients, stats.slots, *peaks]
 
 
-def runs_out_of_memory(world: World, layout: str, number: int) -> tuple[str, bool]:
+PRECISIONS = {
+    "of the parameters": ec.MixedPrecision(),
+    "cast": ec.MixedPrecision(compute=torch.float32, reduce=torch.float64),
+    "rounded": ec.MixedPrecision(master=torch.float32, compute=torch.float32, reduce=torch.float64),
+}
+
+
+def runs_out_of_memory(
+    world: World, layout: Any, precision: str, adds: bool, number: int
+) -> tuple[str, bool]:
     """All ranks have no memory for the same allocation, and go on with the next step."""
     torch.manual_seed(0)
-    plain = Failing().double()
-    rule, group = ec.units.by_type(Block), FakeGroup(0, range(2))
-    model = ec.FSDP(copy.deepcopy(plain), group, units=rule, layout=layout, min_num_params=0)
-    x = torch.randn(2, 6, dtype=torch.float64)
-    model(x).sum().backward()
-    before = held_by(model)
-    model.zero_grad()
-    SmallDevice.fails_at[threading.get_ident()] = number
-    text = ""
-    try:
+    model = ec.FSDP(
+        Failing().double(),
+        FakeGroup(0, range(2)),
+        units=ec.units.by_type(Block),
+        layout=layout,
+        precision=PRECISIONS[precision],
+        min_num_params=0,
+    )
+    x, text = torch.randn(2, 6, dtype=torch.float64), ""
+    with SmallMemory():
         model(x).sum().backward()
-    except ec.errors.DeviceMemoryError as error:
-        text = str(error)
-    SmallDevice.fails_at.pop(threading.get_ident(), None)
-    model.zero_grad()
-    model(x).sum().backward()
+        before = held_by(model)
+        if not adds:
+            model.zero_grad()
+        FAILS_AT[threading.get_ident()] = number
+        try:
+            model(x).sum().backward()
+        except ec.errors.DeviceMemoryError as error:
+            text = str(error)
+        FAILS_AT.pop(threading.get_ident(), None)
+        model.zero_grad()
+        model(x).sum().backward()
     return text, before == held_by(model)
 
 
 @pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("adds", [False, True], ids=["first gradients", "added ones"])
 def test_a_device_without_memory_for_a_unit_is_named_and_the_next_step_runs(
-    layout: str, monkeypatch: pytest.MonkeyPatch
+    layout: str, precision: str, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(streams.kinds, "cpu", SmallDevice)
     texts = []
-    for number in range(20):
-        text, is_as_before = ec.run(runs_out_of_memory, 1, args=(layout, number))[0]
+    for number in range(30):
+        args = (layout, precision, adds, number)
+        text, is_as_before = ec.run(runs_out_of_memory, 1, args=args)[0]
         assert is_as_before
         if not text:
             break
@@ -189,6 +235,53 @@ def test_a_device_whose_streams_share_a_queue_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(ec.UnsupportedError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
         ec.FSDP(Block(6, 7), FakeGroup(0, range(2)))
     ec.FSDP(Block(6, 7), FakeGroup(0, range(1)))
+
+
+class NoHost(streams.PlainDevice):
+    """A device that could record CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_host = False
+
+
+def graphed(part: str, when: str, options: dict[str, Any], group: Group) -> ec.FSDP:
+    """A model of which a part is compiled, before it is wrapped or afterwards."""
+    plain = nn.Sequential(Block(6, 7), Block(6, 7))
+    if when == "before":
+        if part == "":
+            plain = cast(nn.Sequential, torch.compile(plain, **options))
+        elif part == "0":
+            plain[0] = torch.compile(plain[0], **options)
+        else:
+            plain[1].compile(**options)
+    model = ec.FSDP(plain, group, units=ec.units.by_type(Block))
+    if when == "after":
+        model.compile(**options)
+        model.forward(torch.ones(2, 6))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about its own code
+@pytest.mark.parametrize(
+    ("part", "when"), [("", "before"), ("0", "before"), ("1", "before"), ("", "after")]
+)
+def test_a_compiled_module_that_records_cuda_graphs_is_refused_by_name(
+    part: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[dict[str, Any]] = [{}, {"mode": "max-autotune-no-cudagraphs"}]
+    graphs = [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}]
+    if when == "before":
+        for options in modes:
+            graphed(part, when, options, FakeGroup(0, range(2)))
+        graphed(part, when, graphs[0], FakeGroup(0, range(2)))  # on the CPU, which has none
+    monkeypatch.setitem(streams.kinds, "cpu", NoHost)
+    for options in modes if when == "before" else []:
+        graphed(part, when, options, FakeGroup(0, range(2)))
+    name = part or "the model"
+    for options in graphs:
+        with pytest.raises(ec.UnsupportedError, match=f"^{name} is compiled in a mode that rec"):
+            graphed(part, when, options, FakeGroup(0, range(2)))
 
 
 class Checkpointed(nn.Module):

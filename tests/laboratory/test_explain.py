@@ -53,6 +53,13 @@ def test_the_cause_does_not_depend_on_the_number_of_ranks(name: str, size: int, 
     assert [cause.kind for cause in result.causes] == [mutant.cause]
 
 
+def test_a_cause_tells_one_rank_from_several() -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.cause is CauseKind.CLIPPED_BY_SOME)
+    result = replace(mutant, batches=lambda: rows_of_numbers(12)).compare(ranks=3)
+    text = result.causes[0].text
+    assert text.startswith("rank 1 clipped to the gradient norm 0.05, and ranks 0, 2 kept the norm")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name", ["summed", "averaged_twice", "padded_sampler", "accumulated_with_two_divisions"]

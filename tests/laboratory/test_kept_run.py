@@ -77,11 +77,11 @@ def test_a_gap_ends_a_range(run: Path) -> None:
 def test_a_rank_that_has_not_begun_a_step_is_named(run: Path) -> None:
     log = stretch(run, 7) / "rank-00001.steps"
     log.write_bytes(log.read_bytes()[:-6000])
-    with pytest.raises(StepNotKept, match="step 8 was not kept: rank 1 has not begun it"):
+    with pytest.raises(StepNotKept, match="step 8 was not kept: rank 1 did not begin it"):
         kept_steps(run, 8)
     assert kept_attempts(run)[0].lost_after(7) == (
-        "step 7 is the last that was kept on all ranks. Some have begun step 8, which rank 1 has "
-        "not begun, or could not keep"
+        "step 7 is the last that was kept on all ranks. Some have begun step 8, which rank 1 did "
+        "not begin, or could not keep"
     )
     assert kept_attempts(run)[0].lost_after(8) == ""
     log.unlink()
@@ -131,7 +131,7 @@ def test_a_damaged_file_does_not_matter_for_steps_in_others(run: Path) -> None:
     with pytest.raises(BlackboxCorrupt, match=r"rank-00001\.steps: does not begin as the log"):
         kept_steps(run, 5)
     log.write_bytes(b"ECHELON")  # as a full disk leaves it
-    with pytest.raises(StepNotKept, match="step 5 was not kept: rank 1 has not begun it"):
+    with pytest.raises(StepNotKept, match="step 5 was not kept: rank 1 did not begin it"):
         kept_steps(run, 5)
 
 

@@ -158,3 +158,52 @@ def test_a_checkpoint_is_saved_and_loaded_under_the_rules(tmp_path: Path) -> Non
         return all(map(torch.equal, saved, wrapped.parameters()))
 
     assert all(ec.run(main, 3, rules="nccl"))
+
+
+def test_saves_in_the_background_of_training_end_under_the_rules(tmp_path: Path) -> None:
+    """Their threads meet on the host, in a group that has tags there."""
+
+    def main(world: World, folder: Path) -> list[float]:
+        wrapped = ec.FSDP(model(), world.group, units=ec.units.by_type(nn.Linear))
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+        losses = []
+        for step in range(3):
+            loss = wrapped(torch.ones(2, 6)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            save = ec.async_save(folder / f"{step}", model=wrapped, optimizer=optimizer, step=step)
+        losses.append(wrapped(torch.ones(2, 6)).sum().item())
+        save.wait()
+        ec.load(folder / "1", model=wrapped, optimizer=optimizer)
+        return [*losses, wrapped(torch.ones(2, 6)).sum().item()]
+
+    with_tags = ec.run(main, 3, args=(tmp_path / "tags",))
+    assert ec.run(main, 3, args=(tmp_path / "nccl",), rules="nccl") == with_tags
+
+
+def test_a_group_on_the_host_has_tags_and_waits_for_no_device() -> None:
+    def main(world: World) -> list[float]:
+        host = world.group.subgroup(range(world.size), device="cpu")
+        assert host is not None
+        assert [host.has_tags, host.shares_memory, world.group.has_tags] == [True, False, False]
+        other, received = 1 - world.rank, [torch.zeros(1), torch.zeros(1)]
+        arrives = world.group.irecv(received[0], other) if world.rank else None
+        host.all_gather_bytes(b"behind a receive")
+        works = [host.isend(torch.ones(1), other, tag=tag) for tag in (world.rank, 2)]
+        host.recv(received[1], other, tag=2)
+        host.recv(received[1], other, tag=other)
+        for work in works:
+            work.wait()
+        if arrives is None:
+            world.group.send(torch.ones(1), other)
+        else:
+            arrives.wait()
+        return torch.cat(received).tolist()
+
+    def warm(world: World) -> list[float]:
+        (world.group.recv if world.rank else world.group.send)(torch.ones(1), 1 - world.rank)
+        return main(world)
+
+    assert ec.run(warm, 2, rules="nccl") == [[0.0, 1.0], [1.0, 1.0]]

@@ -172,7 +172,7 @@ def test_a_rank_alone_multiplies_no_mean() -> None:
     tensor = torch.ones(8)
     with rank_zero(1) as (group, _), TensorsMade() as made:
         group.all_reduce(tensor.half(), "mean")
-        divide_for_mean(tensor, "mean", 1)
+        divide_for_mean(tensor, 1)
         assert "aten.mul_.Tensor" not in made.names
 
 

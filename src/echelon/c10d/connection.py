@@ -53,11 +53,18 @@ class Connection:
     clock: Callable[[], float] = time.monotonic
 
 
-def connect(options: c10d._DistributedBackendOptions) -> Connection:
-    """Connect the ranks of a new process group; each of them calls it."""
+def connect(
+    options: c10d._DistributedBackendOptions, *, is_beside_nccl: bool = False
+) -> Connection:
+    """Connect the ranks of a new process group; each of them calls it.
+
+    Args:
+        is_beside_nccl: whether the group is of another backend in a job over NCCL, so that it has
+            tags whatever the rules of simulated ranks are.
+    """
     world = simulated_rank.world_group()
     if world is not None:
-        return _connect_threads(options, world)
+        return _connect_threads(options, world, is_beside_nccl=is_beside_nccl)
     require_linux("process groups of processes")
     from echelon.comm import shm
 
@@ -135,7 +142,9 @@ def _look_for_message(
         time.sleep(min(max(waited_s / 10, _LOOK_S[0]), _LOOK_S[1]))
 
 
-def _connect_threads(options: c10d._DistributedBackendOptions, world: ThreadGroup) -> Connection:
+def _connect_threads(
+    options: c10d._DistributedBackendOptions, world: ThreadGroup, *, is_beside_nccl: bool
+) -> Connection:
     """Learn through the store which simulated rank is which rank of the group."""
     store, rank, size = _own_store(options), options.group_rank, options.group_size
     keys = [str(member) for member in range(size)]
@@ -149,6 +158,7 @@ def _connect_threads(options: c10d._DistributedBackendOptions, world: ThreadGrou
         [int(store.get(key)) for key in keys],
         name=store.get("name").decode(),
         device=world.device,
+        rules=world.thread_world.rules.of_host() if is_beside_nccl else None,
     )
     group.timeout = options.timeout.total_seconds()
     world.thread_world.tells_last_calls = True  # the program has no other line of such a rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import final
@@ -28,7 +28,7 @@ class C10dWork(dist.Work):
     Thread-safe, because a future is fulfilled on another thread than the user's.
 
     Args:
-        parts: the operations.
+        parts: the operations; removed from the list as they end.
         result: the tensors that they write.
         finish: last step, on the thread that waits.
         timeout: seconds; None means the timeout of the group.
@@ -40,7 +40,7 @@ class C10dWork(dist.Work):
 
     def __init__(
         self,
-        parts: Iterable[Work],
+        parts: list[Work],
         result: Sequence[Tensor],
         finish: Callable[[], None] | None = None,
         timeout: float | None = None,
@@ -50,7 +50,7 @@ class C10dWork(dist.Work):
         source: Callable[[], int] = lambda: -1,
     ) -> None:
         super().__init__()
-        self._parts = list(parts)
+        self._parts = parts  # which works of one batch share
         self._result = list(result)
         self._finish = finish
         self._timeout = timeout
@@ -77,6 +77,10 @@ class C10dWork(dist.Work):
         if not self._has_ended() and all(part.done() for part in list(self._parts)):
             self.exception()  # to the end, at once
         return self._has_ended()
+
+    def is_under_way(self) -> bool:
+        """Whether it has operations whose end nobody has seen; it does not look."""
+        return bool(self._parts)
 
     def is_success(self) -> bool:
         """Whether the result is there."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from typing import TYPE_CHECKING, TypeAlias, final
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from echelon import checks
 from echelon.c10d.connection import Connection, connect, of_processes
 from echelon.c10d.dist_work import C10dWork, ReceiveFromAny
 from echelon.c10d.monitored_barrier import MonitoredBarrier
@@ -71,7 +70,6 @@ class ProcessGroupEchelon(NamedProcessGroup):
         store: of c10d, for the ranks of this group.
     """
 
-    @checks.also_named("group", "connection")
     def __init__(self, connection: Connection | ShmGroup, store: c10d.Store) -> None:
         if not isinstance(connection, Connection):
             connection = of_processes(connection)
@@ -82,6 +80,9 @@ class ProcessGroupEchelon(NamedProcessGroup):
         )
         self._num_issued = 0
         self._kept: set[C10dWork] = set()
+        self._batch_scope = ExitStack()  # of the batch that is being issued, until it ends
+        self._num_in_batch = 0  # messages of it that are still to come
+        self._batch: list[Work] = []
 
     def _get_sequence_number_for_group(self) -> int:
         return self._num_issued
@@ -110,6 +111,7 @@ class ProcessGroupEchelon(NamedProcessGroup):
     ) -> dist.Work:
         """Issue ``calls``, and wait for them where c10d wants that."""
         self._num_issued += 1
+        self._end_batch()
         seconds = seconds_of(options.timeout)
         in_background = options.asyncOp or seconds is not None
         with self._span(shown):
@@ -125,7 +127,7 @@ class ProcessGroupEchelon(NamedProcessGroup):
 
     def _work(
         self,
-        parts: Sequence[Work],
+        parts: list[Work],
         result: Sequence[Tensor],
         finish: Callable[[], None] | None = None,
         seconds: float | None = None,
@@ -361,15 +363,15 @@ class ProcessGroupEchelon(NamedProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
         """Start to send a tensor."""
-        with self._span(("send", tensors)):
+        with self._span(("send", tensors)), self._in_batch():
             parts = [self._group.isend(tensor, dst, tag) for tensor in tensors]
-        return self._work(parts, tensors)
+            return self._work(self._parts_of_batch(parts), tensors)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
         """Start to receive a tensor."""
-        with self._span(("recv", tensors)):
+        with self._span(("recv", tensors)), self._in_batch():
             parts = [self._group.irecv(tensor, src, tag) for tensor in tensors]
-        return self._work(parts, tensors, source=lambda: src)
+            return self._work(self._parts_of_batch(parts), tensors, source=lambda: src)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Start to receive a tensor from whichever rank sends one."""
@@ -379,9 +381,37 @@ class ProcessGroupEchelon(NamedProcessGroup):
         part = ReceiveFromAny(self._connection, tensor, tag)
         return self._work([part], tensors, source=lambda: part.source)
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Let the messages that are issued in the body be one operation, as NCCL has it."""
-        return self._connection.batch()
+    def begin_batch(self, num_messages: int) -> None:
+        """Let so many messages that follow be one operation, as NCCL has it."""
+        self._end_batch()
+        # Where one work of a batch was waited for, nobody may ask for the others.
+        self._kept.difference_update([work for work in self._kept if not work.is_under_way()])
+        self._num_in_batch, self._batch = num_messages, []
+        self._batch_scope.enter_context(self._connection.batch())
+
+    @contextmanager
+    def _in_batch(self) -> Iterator[None]:
+        """Issue a message in the body, which may be the last of a batch, or fail."""
+        try:
+            yield
+        except Exception:
+            self._end_batch()
+            raise
+        if self._num_in_batch:
+            self._num_in_batch -= 1
+            if not self._num_in_batch:
+                self._end_batch()
+
+    def _end_batch(self) -> None:
+        self._num_in_batch = 0
+        self._batch_scope.close()
+
+    def _parts_of_batch(self, parts: list[Work]) -> list[Work]:
+        """What the work of a message waits for: where a batch is one operation, for all of it."""
+        if self._group.has_tags or not self._num_in_batch:
+            return parts
+        self._batch += parts
+        return self._batch
 
     # torch 2.11 calls these by their former names.
     _allgather_base = all_gather_single
@@ -391,21 +421,28 @@ class ProcessGroupEchelon(NamedProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
 
-def _create(options: c10d._DistributedBackendOptions, _: object) -> ProcessGroupEchelon:
+def _create(
+    options: c10d._DistributedBackendOptions, is_beside_nccl: object
+) -> ProcessGroupEchelon:
     """Connect the ranks of a new process group; c10d calls it on each of them."""
-    return ProcessGroupEchelon(connect(options), options.store)
+    connection = connect(options, is_beside_nccl=is_beside_nccl is True)
+    return ProcessGroupEchelon(connection, options.store)
 
 
-_batch_isend_irecv = distributed_c10d.batch_isend_irecv
+_check_p2p_op_list = vars(distributed_c10d)["_check_p2p_op_list"]
 
 
-@wraps(_batch_isend_irecv)
-def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
-    """Start a batch of messages as torch does, which knows none of our groups."""
-    group = p2p_op_list[0].group if p2p_op_list else None
+@wraps(_check_p2p_op_list)
+def check_p2p_op_list(p2p_op_list: list[dist.P2POp]) -> None:
+    """Check a batch of messages as torch does, and let it be one operation of our group.
+
+    ``batch_isend_irecv`` calls it first, under whatever name the program has imported that.
+    """
+    _check_p2p_op_list(p2p_op_list)
+    group = p2p_op_list[0].group
     group = distributed_c10d._get_default_group() if group is None else group
-    with group.batch() if isinstance(group, ProcessGroupEchelon) else nullcontext():
-        return _batch_isend_irecv(p2p_op_list)
+    if isinstance(group, ProcessGroupEchelon):
+        group.begin_batch(len(p2p_op_list))
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

@@ -23,7 +23,7 @@ from echelon.c10d import (  # register state
     simulated_rank,
     torch_globals,  # noqa: F401
 )
-from echelon.c10d.process_group import batch_isend_irecv
+from echelon.c10d.process_group import check_p2p_op_list
 from echelon.c10d.rank_variables import rank_variables, timeout_variable
 from echelon.c10d.served_backends import new_process_group, set_group_timeout
 from echelon.c10d.simulated_store import (
@@ -78,7 +78,7 @@ register_replacements(
             (module, name, value)
             for module in (dist, distributed_c10d, rendezvous)
             for name, value in (
-                ("batch_isend_irecv", batch_isend_irecv),
+                ("_check_p2p_op_list", check_p2p_op_list),
                 ("TCPStore", SimulatedTCPStore),
                 ("FileStore", SimulatedFileStore),
                 ("HashStore", SimulatedHashStore),

@@ -73,7 +73,7 @@ def new_process_group(
         )
     if backend == "mpi" and not global_ranks_in_group:
         group_size, group_rank, store = _mpi_world()
-    options |= {"backend_options": None, "device_id": None}
+    options |= {"backend_options": _is_beside_nccl(backend), "device_id": None}  # for our creator
     seconds = timeout_wanted(os.environ)
     if seconds is not None and options.get("timeout") in _DEFAULT_TIMEOUTS:
         options["timeout"] = timedelta(seconds=seconds)
@@ -90,6 +90,13 @@ def new_process_group(
     if not global_ranks_in_group and group_rank == 0:
         _say_once(backend)
     return group, prefix_store
+
+
+def _is_beside_nccl(backend: str) -> bool:
+    """Whether a group of this backend is a further one, and not NCCL's, in a job over NCCL."""
+    default = distributed_c10d.GroupMember.WORLD
+    is_nccl = default is not None and "nccl" in distributed_c10d._world.pg_map[default][0]
+    return is_nccl and "nccl" not in backend
 
 
 @wraps(_set_timeout)

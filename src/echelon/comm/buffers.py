@@ -43,17 +43,15 @@ def writable(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def disjoint_input(
-    input: Tensor, outputs: Sequence[Tensor], in_place: Tensor | None = None
-) -> Tensor:
+def disjoint_input(input: Tensor, outputs: Sequence[Tensor], in_place: int | None = None) -> Tensor:
     """``input``, or a copy of it where an output overlaps it, because peers may still read it.
 
-    ``in_place``, the output of this rank, may be exactly ``input``: it is overwritten with the same
-    values.
+    ``in_place`` is the address of this rank's output. ``input`` may begin there, because it is
+    overwritten with the same values.
     """
-    if in_place is not None and _span(input) == _span(in_place):
-        return input
     first, last = _span(input)
+    if first == in_place:
+        return input
     for start, stop in map(_span, outputs):
         if first < stop and start < last:
             return input.clone()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from echelon import checks
 from echelon.comm.buffers import is_expanded
+from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 
 _QUANTIZED = "torch.q"  # qint8, quint4x2, …
@@ -34,11 +35,13 @@ class PartOfATensor:
 class Arguments:
     """Checks the arguments of the calls of one rank.
 
-    ``rank`` and ``size`` are those of the group, and ``device`` holds its tensors.
+    ``rank`` and ``size`` are those of the group, and ``device`` holds its tensors; ``on_host`` says
+    whether in the memory of the host.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.on_host = device_of(device).is_host
 
     def check_tensors(
         self, op: str, read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
@@ -62,7 +65,7 @@ class Arguments:
                     f"{op} got tensors of {dtype} and {tensor.dtype}; use one dtype"
                 )
         for tensor in written:
-            if is_expanded(tensor):
+            if not tensor.is_contiguous() and is_expanded(tensor):
                 raise ArgumentError(
                     f"{op} cannot write to a tensor of shape {tuple(tensor.shape)} and strides "
                     f"{tensor.stride()}: several of its elements are one place in memory (it was "
@@ -195,10 +198,10 @@ class Arguments:
             self.check_rank("a member of the subgroup", member)
         return sorted(set(members))
 
-    def device_of_subgroup(self, device: object) -> torch.device:
-        """Check the device of a new group, and return it."""
+    def device_of_subgroup(self, device: object) -> torch.device | None:
+        """Check the device of a new group, and return it; None for that of this group."""
         if device is None:
-            return self.device
+            return None
         try:
             place = torch.device(device)  # type: ignore[call-overload]
         except (TypeError, RuntimeError) as error:

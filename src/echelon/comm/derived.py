@@ -97,7 +97,8 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def reduce(arguments: Arguments, tensor: Tensor, dst: int, op: str, label: str | None) -> Request:
     """See ``Group.reduce``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("dst", dst)
     reduce_op.check_op(op, arguments.check_tensors("reduce", written=[tensor]))
     signature = signature_of("reduce", tensor.dtype, tensor.shape, op, dst, label)
@@ -113,7 +114,8 @@ def gather(
     label: str | None,
 ) -> Request:
     """See ``Group.gather``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("dst", dst)
     targets = arguments.list_of_root("gather", "outputs", outputs, root=dst)
     arguments.check_tensors("gather", [tensor], targets)
@@ -121,7 +123,7 @@ def gather(
     signature = signature_of("gather", tensor.dtype, tensor.shape, None, dst, label)
     pairs = [flattened(target) for target in targets]
     flats = [flat for flat, _ in pairs]
-    input = disjoint_input(flattened(tensor)[0], flats, flats[dst] if flats else None)
+    input = disjoint_input(flattened(tensor)[0], flats, flats[dst].data_ptr() if flats else None)
     operation = Gather(flats, input, dst)
     return signature, operation, tuple(step for _, steps in pairs for step in steps)
 
@@ -134,7 +136,8 @@ def scatter(
     label: str | None,
 ) -> Request:
     """See ``Group.scatter``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("src", src)
     sources = arguments.list_of_root("scatter", "inputs", inputs, root=src)
     arguments.check_tensors("scatter", sources, [tensor])
@@ -150,16 +153,17 @@ def scatter(
 def barrier(arguments: Arguments, label: str | None) -> Request:
     """See ``Group.barrier``."""
     if label is None:
-        return _barrier(arguments.device, waits=not device_of(arguments.device).is_host)
-    arguments.check_label(label)
+        return _barrier(arguments.device, arguments.on_host)
+    if label is not None:
+        arguments.check_label(label)
     _, operation, finish = barrier(arguments, None)
     return signature_of("barrier", None, (), None, None, label), operation, finish
 
 
 @lru_cache(maxsize=64)
-def _barrier(device: torch.device, *, waits: bool) -> Request:
+def _barrier(device: torch.device, on_host: bool) -> Request:
     # On CUDA a wait only orders streams, but a barrier must block the host.
-    finish = (partial(_synchronize, device),) if waits else ()
+    finish = () if on_host else (partial(_synchronize, device),)
     return CallSignature("barrier"), Barrier(device), finish
 
 

@@ -17,12 +17,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from echelon import events
 from echelon.comm import derived, objects, primitives
 from echelon.comm.primitives import Derived, Request
 from echelon.comm.profiler_spans import profiler_runs, profiler_span
 from echelon.comm.torch_function import without_torch_function
 from echelon.comm.transport import Transport
-from echelon.comm.work import Window, Work
+from echelon.comm.work import Window, Work, emit_issue, finish_call
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
 from echelon.diagnosis.rank_time import RankTime
@@ -391,6 +392,8 @@ class Group(Transport):
     def _number_setup(self, signature: CallSignature) -> CollectiveCall:
         """Number a call that makes a subgroup or memory, and record that this rank came to it."""
         call = self._number(signature, blocking=True, depth=3)
+        if events.listening():
+            emit_issue(call)
         rank_time.arrive(call)
         return call
 
@@ -413,9 +416,16 @@ class Group(Transport):
         signature, operation, finish = request
         # Frames between here and the user: _issue, a decorator or _issue_derived, and the method.
         call = self._number(signature, not async_op, is_message, depth=5)
+        is_heard = events.listening()
+        if is_heard:
+            emit_issue(call)
         if clock is not None and not is_message:
             clock.arrive(call)
         work = self._start(call, operation)
+        if work is None:  # a blocking call that is over
+            if finish or is_heard:
+                finish_call(call, finish)
+            return None
         for step in finish:
             work.then(step)
         if async_op:

@@ -19,18 +19,6 @@ Action = Callable[[], None]
 
 
 @final
-class CompletedWork(Work):
-    """A collective that has run on the thread of its caller."""
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return (or raise) at once."""
-        return True
-
-    def _wait(self, timeout: float | None) -> None:
-        pass  # the collective is complete
-
-
-@final
 class OrderedWork(Work):
     """A collective that is queued for the worker thread of an ``OrderedExecutor``.
 
@@ -111,8 +99,12 @@ class OrderedExecutor:
         self._closed = False
         self._worker: threading.Thread | None = None
 
-    def issue(self, call: CollectiveCall, action: Callable[..., None], *args: object) -> Work:
+    def issue(
+        self, call: CollectiveCall, action: Callable[..., None], *args: object
+    ) -> Work | None:
         """Run a blocking action, ``action(*args)``, now if no other is outstanding; else queue it.
+
+        Returns None for one that has run.
 
         After an error has stopped the executor, raise the error itself if no caller has seen it
         yet, and ``StateError`` afterwards.
@@ -131,7 +123,7 @@ class OrderedExecutor:
             raise
         finally:
             self._running.release()
-        return CompletedWork(call)
+        return None
 
     def close(self, *, drop: bool = False, seconds: float | None = None) -> bool:
         """Refuse new actions, run the outstanding ones (or ``drop`` them), and join the worker.

@@ -59,12 +59,13 @@ class ReduceScatter:
 
 @final
 class EqualParts(Sequence[Tensor]):
-    """``flat`` cut into ``count`` equal parts, one a rank, each made when somebody asks for it."""
+    """``flat`` cut into ``count`` equal parts, one a rank, which are made when somebody asks."""
 
-    __slots__ = ("_count", "flat")
+    __slots__ = ("_count", "_parts", "flat")
 
     def __init__(self, flat: Tensor, count: int) -> None:
         self.flat, self._count = flat, count
+        self._parts: Sequence[Tensor] = ()
 
     def __len__(self) -> int:
         return self._count
@@ -74,17 +75,16 @@ class EqualParts(Sequence[Tensor]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(index, slice):
-            return list(self)[index]
-        if not -self._count <= index < self._count:
-            raise IndexError(index)
-        numel = self.flat.numel() // self._count
-        start = index % self._count * numel
-        return self.flat[start : start + numel]
+        return self._all()[index]
 
     def __iter__(self) -> Iterator[Tensor]:
-        flat = self.flat
-        return iter(flat.view(self._count, -1).unbind(0) if flat.numel() else [flat] * self._count)
+        return iter(self._all())
+
+    def _all(self) -> Sequence[Tensor]:
+        if not self._parts:
+            flat, count = self.flat, self._count
+            self._parts = flat.view(count, -1).unbind(0) if flat.numel() else [flat] * count
+        return self._parts
 
 
 @dataclass(slots=True)
@@ -161,7 +161,8 @@ Request: TypeAlias = tuple[CallSignature, Primitive | Derived, Finish]
 
 def all_reduce(arguments: Arguments, tensor: Tensor, op: str, label: str | None) -> Request:
     """See ``Group.all_reduce``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     reduce_op.check_op(op, arguments.check_tensors("all_reduce", written=[tensor]))
     signature = signature_of("all_reduce", tensor.dtype, tensor.shape, op, None, label)
     flat, finish = flattened(tensor)
@@ -177,7 +178,8 @@ def reduce_scatter(
     label: str | None,
 ) -> Request:
     """See ``Group.reduce_scatter_single``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     name = "reduce_scatter_single"
     reduce_op.check_op(op, arguments.check_tensors(name, [input], [output]))
     parts: tuple[int, ...] = ()
@@ -199,33 +201,36 @@ def all_gather_single(
     arguments: Arguments, output: Tensor, input: Tensor, label: str | None
 ) -> Request:
     """See ``Group.all_gather_single``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     name, size = "all_gather_single", arguments.size
     arguments.check_tensors(name, [input], [output])
     arguments.check_numel("output", output, size * input.numel(), "size * input.numel()")
     signature = signature_of(name, input.dtype, input.shape, None, None, label)
     flat, finish = flattened(output)
-    parts = EqualParts(flat, size)
-    source = disjoint_input(flattened(input)[0], [flat], parts[arguments.rank])
-    return signature, AllGather(parts, source), finish
+    in_place = flat.data_ptr() + arguments.rank * input.nbytes
+    source = disjoint_input(flattened(input)[0], [flat], in_place)
+    return signature, AllGather(EqualParts(flat, size), source), finish
 
 
 def all_gather(
     arguments: Arguments, outputs: Sequence[Tensor], input: Tensor, label: str | None
 ) -> Request:
     """See ``Group.all_gather``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.outputs_of_ranks("all_gather", outputs, input)
     lengths = tuple(output.numel() for output in outputs)
     signature = signature_of("all_gather", input.dtype, (sum(lengths),), None, None, label, lengths)
     flats, steps = zip(*map(flattened, outputs), strict=True)
-    source = disjoint_input(flattened(input)[0], flats, flats[arguments.rank])
+    source = disjoint_input(flattened(input)[0], flats, flats[arguments.rank].data_ptr())
     return signature, AllGather(flats, source), tuple(chain.from_iterable(steps))
 
 
 def broadcast(arguments: Arguments, tensor: Tensor, src: int, label: str | None) -> Request:
     """See ``Group.broadcast``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_rank("src", src)
     read, written = ([tensor], []) if src == arguments.rank else ([], [tensor])
     arguments.check_tensors("broadcast", read, written)
@@ -243,7 +248,8 @@ def all_to_all_single(
     label: str | None,
 ) -> Request:
     """See ``Group.all_to_all_single``."""
-    arguments.check_label(label)
+    if label is not None:
+        arguments.check_label(label)
     arguments.check_tensors("all_to_all_single", [input], [output])
     outs = arguments.rows("output", output, output_splits)
     ins = arguments.rows("input", input, input_splits)

@@ -61,9 +61,9 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise ArgumentError(f"{op} has no meaning for {dtype}: use an integer or bool tensor")
 
 
-def divide_for_mean(tensor: Tensor, op: str, size: int) -> None:
-    """Turn a finished sum into a mean, in place; does nothing for other operations."""
-    if op != "mean" or size == 1:
+def divide_for_mean(tensor: Tensor, size: int) -> None:
+    """Turn the sum of ``size`` ranks into their mean, in place."""
+    if size == 1:
         return
     if size & (size - 1) == 0 and tensor.is_floating_point():
         tensor.mul_(1 / size)  # for a power of two the same bits as the division, and faster
@@ -107,15 +107,14 @@ def _reduce_block(outputs: Sequence[Tensor], parts: Sequence[Tensor], op: str) -
         total = parts[0].float()
         for part in parts[1:]:
             _COMBINE[op](total, part.float(), out=total)
-        divide_for_mean(total, op, len(parts))
     elif len(parts) == 2:
         total = _COMBINE[op](parts[0], parts[1], out=first)
-        divide_for_mean(total, op, 2)
     else:  # ``first`` may be a part that has not been read yet, so the total is a new block
         total = _COMBINE[op](parts[0], parts[1])
         for part in parts[2:]:
             _COMBINE[op](total, part, out=total)
-        divide_for_mean(total, op, len(parts))
+    if op == "mean":
+        divide_for_mean(total, len(parts))
     if total is not first:
         first.copy_(total)
     for output in others:

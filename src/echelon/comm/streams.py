@@ -34,10 +34,14 @@ def has_devices() -> bool:
     return torch.cuda.is_available()
 
 
-def local_device(local_rank: int) -> torch.device:
-    """The CUDA device of this process, where it starts a context; without any, the CPU."""
+def local_device(local_rank: int, bound: torch.device | None = None) -> torch.device:
+    """The CUDA device of this process, where it starts a context; without any, the CPU.
+
+    Args:
+        bound: to which the script has bound its process group; None: the one of ``local_rank``.
+    """
     if has_devices():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = bound or torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

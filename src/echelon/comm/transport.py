@@ -13,12 +13,11 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from echelon import events
 from echelon.checks import positive
 from echelon.comm.call_arguments import Arguments
 from echelon.comm.group_tree import GroupTree
 from echelon.comm.primitives import Derived, Primitive
-from echelon.comm.work import Window, Work, emit_issue
+from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.process.forks import disown_in_forks, keep_alive, refused
 
@@ -79,12 +78,12 @@ class Transport(GroupTree, ABC):
         """Wait for so long in calls from now on."""
 
     @abstractmethod
-    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work | None:
         """Start the operation and return without waiting for peers.
 
         All ranks of the group start their collectives in one order. If ``call.blocking``, the
-        caller waits next, so the transport may run the operation on the caller's thread. Reports
-        may keep ``call``, so it must not hold the tensors.
+        caller waits next, so the transport may run the operation on the caller's thread, and return
+        None when it is over. Reports may keep ``call``, so it must not hold the tensors.
 
         Raises:
             CollectiveMismatch: on every rank, here or in the wait, if the signatures of the call
@@ -93,11 +92,12 @@ class Transport(GroupTree, ABC):
 
     @abstractmethod
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> Self | None:
         """Make the group of these ranks of this group; return None on other ranks.
 
-        ``device`` is that of its tensors: the one of this group, or the CPU.
+        ``device`` is that of its tensors: None for that of this group, or the CPU, where it is to
+        communicate beside what is on a device.
         """
 
     @abstractmethod
@@ -147,6 +147,4 @@ class Transport(GroupTree, ABC):
             self._p2p_position += 1
         else:
             self._position += 1
-        if events.listening():
-            emit_issue(call)
         return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -87,16 +86,30 @@ class Work(ABC):
     def _wait(self, timeout: float | None) -> None:
         """Block until the communication is complete, or raise its error; may be called twice."""
 
-    @property
-    def ticket(self) -> CollectiveCall:
-        """Deprecated name of ``call``."""
-        warnings.warn("Work.ticket is now Work.call", DeprecationWarning, stacklevel=2)
-        return self.call
-
     @final
     def then(self, step: Callable[[], None]) -> None:
         """Run ``step`` once, on the thread that waits, when the result can be used."""
         self._finish = (*self._finish, step)
+
+
+@final
+class CompletedWork(Work):
+    """A call that was complete when it was issued."""
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once."""
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        pass
+
+
+def finish_call(call: CollectiveCall, finish: Sequence[Callable[[], None]]) -> None:
+    """What ``Work.wait`` does for a blocking call that has ended without a work."""
+    start_s = time.perf_counter()
+    for step in finish:
+        step()
+    _emit("collective.wait", call, start_s, time.perf_counter() - start_s)
 
 
 def _emit(

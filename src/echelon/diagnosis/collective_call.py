@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -114,13 +113,6 @@ class CollectiveCall:
     rank: int
     blocking: bool
 
-    @property
-    def call(self) -> CallSignature:
-        """Deprecated name of ``signature``."""
-        message = "CollectiveCall.call is now CollectiveCall.signature"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.signature
-
     def __str__(self) -> str:
         return f"{self.signature} (#{self.position} of group {self.group!r}) at {self.place}"
 
@@ -156,22 +148,16 @@ def caller(depth: int = 1) -> CallSite:
                 frame = frame.f_back
             break
         frame = frame.f_back
-    return _site(frame.f_code, frame.f_lineno)
-
-
-def _site(code: CodeType, line: int) -> CallSite:
-    """The place of a line; one object for each, because to make one takes longer than to find it.
-
-    The hash of a code is slow, so places are found by its address, which the code itself keeps.
-    """
-    key = id(code), line
-    known = _sites.get(key)
+    # To make an object for each place takes longer than to find it. The hash of a code is slow, so
+    # places are found by its address, which the code itself keeps.
+    code, line = frame.f_code, frame.f_lineno
+    known = _sites.get((id(code), line))
     if known is not None and known[0] is code:
         return known[1]
     if len(_sites) >= _MOST_SITES:
         _sites.clear()
     site = CallSite(code.co_filename, line, code.co_name)
-    _sites[key] = code, site
+    _sites[id(code), line] = code, site
     return site
 
 

@@ -45,7 +45,6 @@ STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 _DISAGREEMENTS = {
     error.__name__ for error in (CollectiveMismatch, DeadlockError, ModelMismatch, StartMismatch)
 }
-_LATER_FIELDS = ("op", "content")  # which records of earlier versions do not have
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
 _MAX_NBYTES = 1 << 26  # that reading a record may take
 
@@ -256,10 +255,7 @@ class FailureRecord:
     @classmethod
     def _of_facts(cls, facts: object, rank: int | None = None) -> FailureRecord | None:
         kinds = {field.name: str(field.type) for field in fields(cls)}
-        if not isinstance(facts, dict):
-            return None
-        facts = dict.fromkeys(_LATER_FIELDS, "") | facts
-        if facts.keys() != kinds.keys():
+        if not isinstance(facts, dict) or facts.keys() != kinds.keys():
             return None
         try:
             record = cls(**{name: _CHECKS[kind](facts[name]) for name, kind in kinds.items()})

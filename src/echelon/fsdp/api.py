@@ -32,6 +32,7 @@ from echelon.fsdp.policy import (
 from echelon.fsdp.sharded_module import ShardedModule
 from echelon.fsdp.units import Rule, plan_units, whole
 from echelon.modules.autograd import in_backward, in_other_differentiation
+from echelon.modules.compiled import captures_graphs
 from echelon.modules.memory_overlap import check_memory_of
 from echelon.modules.model_agreement import Init, check_agreement, check_model, option_facts
 from echelon.modules.nested import cast_floats, tensors
@@ -160,6 +161,7 @@ class FSDP(ShardedModule):
         _check_arguments(module, group, strategy, replicate)
         _check_flat(options, group)
         _check_queues(group)
+        _check_graphs(module, group, options)
         checks.function("materialize", materialize, "a module", or_none=True)
         groups = HybridGroups.of(group, replicate)
         skipped = ignored_parameters(module, ignored)
@@ -191,6 +193,8 @@ class FSDP(ShardedModule):
         """
         _check_transforms((args, kwargs))
         _check_capture(self._group)
+        if self._compiled_call_impl is not None:
+            _check_graphs(self, self._group, self._options)
         precision = self._options.precision
         if precision.compute is not None and precision.cast_forward_inputs:
             args, kwargs = cast_floats((args, kwargs), lambda t: t.to(precision.compute))
@@ -353,6 +357,20 @@ def _check_capture(group: Group) -> None:
             "captured with, and the memory of a unit is allocated anew at each unshard. Run the "
             "step without a graph; torch.compile makes none unless its mode asks for them"
         )
+
+
+def _check_graphs(module: nn.Module, group: Group, options: FSDPOptions) -> None:
+    """Refuse compiled modules that record CUDA graphs, on a device that has them."""
+    if device_of(group.device).is_host or not options.traits.shards:
+        return
+    for name, submodule in module.named_modules():
+        if captures_graphs(submodule):
+            raise UnsupportedError(
+                f"{name or 'the model'} is compiled in a mode that records CUDA graphs, such as "
+                "reduce-overhead or max-autotune: a graph keeps the addresses of its parameters, "
+                "and FSDP allocates those anew at each unshard. Compile it in the default mode, or "
+                "in max-autotune-no-cudagraphs"
+            )
 
 
 def _check_queues(group: Group) -> None:

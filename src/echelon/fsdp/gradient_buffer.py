@@ -12,28 +12,35 @@ from torch import Tensor
 class GradientBuffer(NamedTuple):
     """The memory in which the gradients of one storage travel, 1D.
 
-    ``views`` has views for each parameter: one in its shape, or by rows those of its pieces, in
-    order, with a dim for the ranks if a piece is that of several.
+    ``views`` has for each parameter a view in its shape; or, by rows, a list of views of its
+    pieces, in order, with a dim for the ranks if a piece is that of several.
     """
 
     memory: Tensor
-    views: list[list[Tensor]]
+    views: Sequence[Tensor | list[Tensor]]
 
     def fill(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy unsharded gradients in; None counts as zero."""
         targets, sources = [], []
-        for views, gradient in zip(self.views, gradients, strict=True):
-            if not views:
-                continue  # rows without elements belong to no rank
+        for view, gradient in zip(self.views, gradients, strict=True):
             if gradient is None:
-                torch._foreach_zero_(views)
-            elif len(views) == 1 and views[0].dim() == gradient.dim():
-                targets.append(views[0])
-                sources.append(gradient)
+                for piece in view if isinstance(view, list) else [view]:
+                    piece.zero_()
+            elif isinstance(view, list):
+                targets += view
+                sources += _pieces(gradient, view)
             else:
-                rows = gradient if gradient.dim() else gradient.view(1)
-                targets += views
-                pieces = rows.split([view.shape.numel() // rows[0].numel() for view in views])
-                sources += [p.view(v.shape) for p, v in zip(pieces, views, strict=True)]
+                targets.append(view)
+                sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def _pieces(gradient: Tensor, views: list[Tensor]) -> list[Tensor]:
+    """Views of the rows of a gradient, with the shapes of ``views``; none if it has no rows."""
+    if len(views) < 2:  # all rows lie together, or there are none
+        return [gradient.view(view.shape) for view in views]
+    rows = gradient if gradient.dim() else gradient.view(1)
+    row = rows[0].numel()
+    pieces = rows.split([view.numel() // row for view in views])
+    return [piece.view(view.shape) for piece, view in zip(pieces, views, strict=True)]

@@ -36,7 +36,8 @@ gradients get new memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import final
@@ -52,6 +53,7 @@ from echelon.comm.work import Window, Work
 from echelon.errors import CommTimeout
 from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
+from echelon.fsdp.shard_layout import RowPiece
 from echelon.fsdp.storage import Storage
 from echelon.modules.held_memory import count_references
 from echelon.modules.sharded_tensor import ShardedTensor
@@ -144,7 +146,8 @@ class GradientShard:
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
         self._version = 0  # of ``flat``, when it was last the rounded sum
-        self._slot_views: dict[int, list[list[Tensor]]] = {}  # by index of a slot
+        self._pieces: list[list[RowPiece]] = []  # by rows, by parameter
+        self._slot_views: dict[int, Sequence[Tensor | list[Tensor]]] = {}  # by index of a slot
         if grad_dtype != storage.dtype:
             for param in storage.optimizer_params:
                 param.grad_dtype = None  # otherwise torch requires the dtype of the parameter
@@ -213,12 +216,17 @@ class GradientShard:
             views = self._slot_views[i] = self._views_in(memory)
         return GradientBuffer(memory, views)
 
-    def _views_in(self, memory: Tensor) -> list[list[Tensor]]:
+    def _views_in(self, memory: Tensor) -> Sequence[Tensor | list[Tensor]]:
         if not self.storage.rows:
-            return [[view] for view in self.storage.views_in(memory)]
+            return self.storage.views_in(memory)
         layout = self.storage.layout
-        pairs = zip(layout.pieces(), layout.shapes, strict=True)
-        return [[piece.view(memory, shape) for piece in pieces] for pieces, shape in pairs]
+        self._pieces = self._pieces or layout.pieces()
+        views: list[Tensor | list[Tensor]] = []
+        for pieces, shape in zip(self._pieces, layout.shapes, strict=True):
+            parts = [piece.view(memory, shape) for piece in pieces]
+            is_whole = len(parts) == 1 and parts[0].shape == shape
+            views.append(parts[0] if is_whole else parts)
+        return views
 
     @property
     def part(self) -> Tensor:
@@ -338,13 +346,19 @@ class Reduction:
         Raises:
             DeviceMemoryError: the device has no memory for it.
         """
-        try:
+        with self._naming_memory():
             self._start(gradients)
+            if self._work is None:
+                self._store()
+
+    @contextmanager
+    def _naming_memory(self) -> Iterator[None]:
+        """Say whose gradients the device has no memory for in the body."""
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             nbytes = self.shard.storage.layout.padded_numel * self.shard.wire_dtype.itemsize
             raise out_of_memory(self._label, nbytes, self._devices.device, error) from error
-        if self._work is None:
-            self._store()
 
     def _start(self, gradients: list[Tensor | None]) -> None:
         shard, storage, stream = self.shard, self.shard.storage, self._devices.reduce_stream
@@ -443,7 +457,8 @@ class Reduction:
         if work is not None:
             with self._devices.reduce_stream.as_current():
                 work.wait()
-            self._store()
+            with self._naming_memory():
+                self._store()
 
     def finish(self) -> None:
         """Wait for the reduction, and leave the result in the views."""
@@ -459,7 +474,8 @@ class Reduction:
         if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()
-            self.shard.accumulate(self._output, add=self._reduced_before is not None)
+            with self._naming_memory():
+                self.shard.accumulate(self._output, add=self._reduced_before is not None)
             self._output = None
 
     def set_grads(self, used: Sequence[bool]) -> None:

@@ -111,18 +111,6 @@ class GatheredStorage(Storage):
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.compute_dtype, device=self.devices.device)
 
-    def _take_memory(self) -> None:
-        """Allocate what the all-gather of this rank writes to: all of it, or nothing."""
-        buffers = [self._buffer] if self._parts is self._buffer else [self._buffer, self._parts]
-        try:
-            for buffer in buffers:
-                self._set_memory(buffer, allocated=True)
-        except torch.OutOfMemoryError as error:
-            for buffer in buffers:
-                self._set_memory(buffer, allocated=False)
-            what, nbytes = f"the all-gather of {self.label}", sum(b.nbytes for b in buffers)
-            raise out_of_memory(what, nbytes, self.devices.device, error) from error
-
     def _set_memory(self, buffer: Tensor, *, allocated: bool) -> None:
         memory, nbytes = buffer.untyped_storage(), buffer.nbytes if allocated else 0
         if memory.nbytes() != nbytes:
@@ -133,17 +121,27 @@ class GatheredStorage(Storage):
 
     def unshard(self, *, async_op: bool = False) -> None:
         stream, self.is_filling = self.devices.unshard_stream, True
+        buffers = [self._buffer] if self._parts is self._buffer else [self._buffer, self._parts]
         with stream.as_current():
-            self._take_memory()
-            self._work = self.devices.unshard_group.all_gather_single(
-                self._parts,
-                self._part_to_send(),
-                async_op=async_op and not stream.queued,
-                label=self.label,
-            )
-            if self._work is None:
-                self._reorder()
+            try:
+                self._gather(buffers, async_op=async_op and not stream.queued)
+            except torch.OutOfMemoryError as error:
+                for buffer in buffers:
+                    self._set_memory(buffer, allocated=False)
+                self.is_filling = False
+                what, nbytes = f"the all-gather of {self.label}", sum(b.nbytes for b in buffers)
+                raise out_of_memory(what, nbytes, self.devices.device, error) from error
         self._event = stream.record_event()
+
+    def _gather(self, buffers: Sequence[Tensor], *, async_op: bool) -> None:
+        """Allocate what the all-gather of this rank writes to, and start it."""
+        for buffer in buffers:
+            self._set_memory(buffer, allocated=True)
+        self._work = self.devices.unshard_group.all_gather_single(
+            self._parts, self._part_to_send(), async_op=async_op, label=self.label
+        )
+        if self._work is None:
+            self._reorder()
 
     def wait_for_unshard(self) -> None:
         work, self._work = self._work, None

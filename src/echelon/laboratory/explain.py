@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.errors.message_text import ranks_text
 from echelon.laboratory.batch_rows import num_rows
 from echelon.laboratory.causes import CLOSE, equal, lower_precision, precision_cause
 from echelon.laboratory.comparison import Cause, CauseKind, ValueDifference, ValueKind
@@ -183,14 +184,14 @@ def _state_cause(
         return Cause(
             kind=CauseKind.STALE,
             text=f"{pair.kind.value} {pair.name!r} was not changed since {when} on "
-            f"{_ranks(difference.ranks)}",
+            f"{ranks_text(difference.ranks)}",
             advice=advice,
         )
     if pair.kind is ValueKind.PARAMETER and step == 0:
         return Cause(
             kind=CauseKind.START,
             text=f"before the first step {pair.name!r} has other values than make_model gives, on "
-            f"{_ranks(difference.ranks)}",
+            f"{ranks_text(difference.ranks)}",
             advice="Build the model from the same seed on all ranks, or broadcast it from one",
         )
     if pair.kind is ValueKind.PARAMETER:
@@ -211,7 +212,7 @@ def _option_cause(trainings: Trainings, step: int) -> Cause | None:
             if other not in values:
                 ranks = [rank for rank, of_rank in enumerate(of_ranks) if other in of_rank]
                 alone = " and ".join(dict.fromkeys(values))
-                texts.append(f"{name} is {other} on {_ranks(ranks)} and {alone} in one process")
+                texts.append(f"{name} is {other} on {ranks_text(ranks)} and {alone} in one process")
     if not texts:
         return None
     return Cause(
@@ -220,11 +221,6 @@ def _option_cause(trainings: Trainings, step: int) -> Cause | None:
         advice="One process makes a step for the whole batch with what optimizer() gives: set "
         "options there, and scale none of them by the number of ranks",
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def _equal_before(pair: ValuePair, trainings: Trainings, step: int) -> int | None:

@@ -32,6 +32,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.errors.message_text import ranks_text
 from echelon.laboratory.causes import (
     CLOSE,
     equal,
@@ -413,8 +414,8 @@ def _clipped_by_some(
     norms = shortened([f"{norm:.4g}" for norm in clipped.values()])
     return Cause(
         kind=CauseKind.CLIPPED_BY_SOME,
-        text=f"rank {shortened(list(clipped))} clipped its gradients to the norm {norms}, and rank "
-        f"{shortened(others)} kept the norm {whole_norm:.4g}",
+        text=f"{ranks_text(list(clipped))} clipped to the gradient norm {norms}, and "
+        f"{ranks_text(others)} kept the norm {whole_norm:.4g}",
         advice="Clip on all ranks or on none, after gradients are reduced, as ec.clip_grad_norm_ "
         "does",
     )

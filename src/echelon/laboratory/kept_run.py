@@ -169,8 +169,8 @@ class KeptAttempt:
         last = {rank: before[-1].last_step(rank) for rank in range(self.facts.ranks)}
         if max(last.values()) < step:
             return ""
-        lack = [str(rank) for rank, last_step in last.items() if last_step < step]
-        return f"rank {', '.join(lack)} has not begun it, or could not keep it" if lack else ""
+        lack = [rank for rank, last_step in last.items() if last_step < step]
+        return f"{ranks_text(lack)} did not begin it, or could not keep it" if lack else ""
 
     def lost_after(self, step: int) -> str:
         """Which later step some ranks have begun, and which ranks lack it; empty if none has."""
@@ -185,7 +185,7 @@ class KeptAttempt:
         damage = [str(error) for stretch in self.stretches for error in stretch.damage]
         return (
             f"step {step} is the last that was kept on all ranks. Some have begun step {newest}, "
-            + "; ".join([f"which {lack} has not begun, or could not keep", *damage])
+            + "; ".join([f"which {lack} did not begin, or could not keep", *damage])
         )
 
     def end_of(self, rank: int) -> tuple[int, dict[str, Any]] | None:

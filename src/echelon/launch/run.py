@@ -280,7 +280,9 @@ def _meet_job(
             steps=StepCounter(monitor.record_step, monitor.step_rows),
         )
     # A rank on the CPU starts no context on a device, which takes half a gigabyte of it.
-    device = torch.device("cpu") if backend == "gloo" else local_device(job.local_rank)
+    device = torch.device("cpu")
+    if backend != "gloo":
+        device = local_device(job.local_rank, torch_dist.bound_device())
     return torch_dist.connect(
         job, backend, device=device, timeout=timeout, check=check, monitor=monitor
     )

@@ -35,6 +35,14 @@ def compiled_inside(module: nn.Module) -> nn.Module | None:
     return module._modules.get(_COMPILED)
 
 
+def captures_graphs(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was asked to record CUDA graphs of ``module`` itself."""
+    made = module if compiled_inside(module) is not None else module._compiled_call_impl
+    config_of = None if made is None else vars(made).get("get_compiler_config")
+    config = None if config_of is None else config_of()
+    return isinstance(config, Mapping) and bool(config.get("triton.cudagraphs"))
+
+
 def keep_plain_names(module: nn.Module) -> None:
     """Give the state dicts of ``module``, and of all modules in it, plain names.
 

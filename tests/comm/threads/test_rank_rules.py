@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import batch_isend_irecv  # as programs import it, before ranks start
 
 import echelon as ec
 from echelon.comm.world import World
@@ -64,7 +65,7 @@ def test_the_page_shows_what_is_printed(
     run_threads(Program("examples/nccl_hangs.py"), ["ring"], RANKS, rules="nccl")
     said = capsys.readouterr().err
     page = (root / "docs" / "laboratory" / "nccl-rules.md").read_text()
-    assert "\n".join(said[said.index("deadlock") :].splitlines()[:5]) in page
+    assert "\n".join(said[said.index("deadlock") :].splitlines()[:9]) in page
 
 
 def test_a_batch_of_messages_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +143,133 @@ def test_an_abort_frees_ranks_whose_operation_waits_in_a_queue() -> None:
         return ""
 
     assert "rank 1 aborted" in ec.run(main, 3, rules="nccl")[0]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["a rank waits", "a rank comes later"])
+def test_an_abort_frees_ranks_that_a_first_use_holds(waits: bool) -> None:
+    def main() -> str:
+        dist.init_process_group("gloo")
+        pair, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            store.set("comes", "")
+            if not waits:
+                store.wait(["aborted"])
+            try:
+                dist.all_reduce(torch.ones(1), group=pair)
+            except ec.RankFailed as error:
+                store.set("failed", "")
+                return str(error)
+        store.wait(["comes"])
+        pair.abort()
+        store.set("aborted", "")
+        store.wait(["failed"])
+        return ""
+
+    assert "rank 1 aborted" in ec.run(main, 2, rules="nccl")[0]
+
+
+@pytest.mark.parametrize("batched", [0, 1])
+def test_a_message_of_a_batch_does_not_meet_one_outside_of_any(batched: int) -> None:
+    """NCCL carries one by the communicator of the group and the other by that of the pair."""
+
+    def main() -> float:
+        dist.init_process_group("gloo")
+        rank, message = dist.get_rank(), torch.ones(1) + dist.get_rank()
+        operation = dist.irecv if rank else dist.isend
+        operation(message, 1 - rank).wait()  # both communicators are there then
+        dist.barrier()
+        if rank == batched:
+            works = dist.batch_isend_irecv([dist.P2POp(operation, message, 1 - rank)])
+        else:
+            works = [operation(message, 1 - rank)]
+        for work in works:
+            work.wait()
+        return message.item()
+
+    assert ec.run(main, 2) == [1.0, 1.0]
+    with pytest.raises(ec.DeadlockError) as caught:
+        ec.run(main, 2, rules="nccl")
+    said = str(caught.value)
+    assert "it is inside of a batch_isend_irecv, and" in said
+    assert "it is outside of a batch_isend_irecv, and" in said
+    assert said.count("NCCL carries these by two communicators") == 2
+
+
+def test_each_work_of_a_batch_waits_for_all_of_it_as_the_only_one_over_nccl() -> None:
+    def main() -> list[float]:
+        dist.init_process_group("gloo")
+        other, received = 1 - dist.get_rank(), [torch.zeros(1), torch.zeros(1)]
+        messages = [dist.P2POp(dist.irecv, tensor, other) for tensor in received]
+        messages += [dist.P2POp(dist.isend, torch.ones(1), other) for _ in received]
+        works = batch_isend_irecv(messages)
+        works[0].wait()
+        assert all(work.is_completed() for work in works)
+        return torch.cat(received).tolist()
+
+    assert ec.run(main, 2, rules="nccl") == [[1.0, 1.0]] * 2
+
+
+def test_a_batch_of_which_a_message_is_refused_is_over() -> None:
+    def main() -> float:
+        dist.init_process_group("gloo")
+        rank, received = dist.get_rank(), torch.zeros(1)
+        (dist.recv if rank else dist.send)(received, 1 - rank)
+        if rank == 0:
+            to_itself = [dist.P2POp(dist.isend, torch.ones(1), 0) for _ in range(2)]
+            with pytest.raises(ec.ArgumentError):
+                dist.batch_isend_irecv(to_itself)
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(received, 0)
+        return received.item()
+
+    assert ec.run(main, 2, rules="nccl") == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["two groups", "a message"])
+def test_what_no_rank_waits_for_and_never_ends_is_named_when_all_have_returned(kind: str) -> None:
+    def main() -> None:
+        dist.init_process_group("gloo")
+        rank, groups = dist.get_rank(), [dist.new_group(), dist.new_group()]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.recv(torch.ones(1), 0) if rank else dist.send(torch.ones(1), 1)
+        if kind == "two groups":
+            for group in groups if rank else reversed(groups):
+                dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        elif rank == 0:
+            dist.isend(torch.ones(1), 1)
+
+    ec.run(main, 2)
+    with pytest.raises(ec.DeadlockError, match="ranks 0, 1 returned already") as caught:
+        ec.run(main, 2, rules="nccl")
+    assert f"{Path(__file__).name}:" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+def test_a_group_of_gloo_in_a_job_over_nccl_keeps_its_tags() -> None:
+    def main(backend: str) -> list[float]:
+        dist.init_process_group(backend)
+        rank, host = dist.get_rank(), dist.new_group(backend="gloo")
+        received, names = [torch.zeros(1), torch.zeros(1)], [""] * 2
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+            for tag, value in enumerate((1.0, 2.0)):
+                dist.isend(torch.tensor([value]), 1, group=host, tag=tag)
+            dist.all_gather_object(names, "rank 0", group=host)
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(torch.zeros(1), 0)
+            arrives = dist.irecv(torch.zeros(1), 0)
+            for tag in (1, 0):
+                dist.recv(received[tag], None, group=host, tag=tag)
+            dist.all_gather_object(names, "rank 1", group=host)
+            arrives.wait()
+        return torch.cat(received).tolist()
+
+    assert ec.run(main, 2, args=("nccl",), rules="nccl")[1] == [1.0, 2.0]
+    with pytest.raises(ec.UnsupportedError):  # nothing says that the job is one over NCCL
+        ec.run(main, 2, args=("gloo",), rules="nccl")
 
 
 def test_rules_are_for_simulated_ranks_and_have_a_name() -> None:

@@ -27,6 +27,7 @@ class Unheard:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
+    @property
     def others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 

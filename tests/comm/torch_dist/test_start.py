@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,13 +14,19 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.secret import Secret
 from echelon.comm.streams import PlainDevice, kinds
-from echelon.comm.torch_dist import connect, from_process_group
+from echelon.comm.torch_dist import bound_device, connect, from_process_group
 from echelon.comm.torch_dist import start as start_module
 from echelon.comm.torch_dist.engines import Engine
 from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.start import GroupFactory, check_wanted
 from echelon.diagnosis.rank_monitor import RankMonitor
-from echelon.errors import AuthenticationError, CommTimeout, RankFailed, WorldError
+from echelon.errors import (
+    ArgumentError,
+    AuthenticationError,
+    CommTimeout,
+    RankFailed,
+    WorldError,
+)
 from echelon.process.environment import environment
 from tests.comm.gloo_ranks import local_job, start
 from tests.processes import free_port
@@ -69,6 +76,24 @@ def wrap_the_default_group(rank: int, port: int) -> list[float]:
     group.close()
     dist.destroy_process_group()
     return tensor.tolist()
+
+
+def wrap_a_group_of_a_device(rank: int, port: int, bound: int | None) -> list[str]:
+    """Over torch's engine for tests, which takes the device for one that is there."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+    torch.cuda.current_device = lambda: 0
+    dist.init_process_group("cuda:fake", store=c10d.HashStore(), rank=rank, world_size=1)
+    default: Any = dist.group.WORLD
+    if bound is not None:  # as device_id= does, which looks for the device first
+        default.bound_device_id = torch.device("cuda", bound)
+    places = [str(bound_device()), str(from_process_group(default).device)]
+    for number in (0, 1):
+        try:
+            group = from_process_group(default, device=torch.device("cuda", number))
+            places.append(str(group.device))
+        except ArgumentError as error:
+            places.append(str(error))
+    return places
 
 
 def meet_on_the_host(rank: int, store: c10d.Store) -> tuple[str, str, float]:
@@ -163,6 +188,15 @@ def test_slurm_variables_start_a_world() -> None:
 def test_a_process_group_of_the_user_is_wrapped_and_stays_the_users() -> None:
     outcomes = start(wrap_the_default_group, 2, (free_port(),))
     assert [outcome for outcome, _ in outcomes] == [[1.0], [1.0]]
+
+
+def test_a_process_group_is_used_on_the_device_that_it_is_bound_to_or_on_the_current_one() -> None:
+    ((free, _),) = start(wrap_a_group_of_a_device, 1, (free_port(), None))
+    assert free == ["None", "cuda:0", "cuda:0", "cuda:1"]
+    ((bound, _),) = start(wrap_a_group_of_a_device, 1, (free_port(), 1))
+    assert bound[:2] == ["cuda:1", "cuda:1"]
+    assert "is bound to cuda:1 (device_id of init_process_group), and cuda:0 is" in bound[2]
+    assert bound[3] == "cuda:1"
 
 
 def test_two_ranks_on_one_device_are_named_before_nccl_starts(

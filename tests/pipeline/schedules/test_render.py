@@ -123,14 +123,3 @@ def test_what_cannot_be_drawn_is_refused_alike() -> None:
             draw("1f1b")
         with pytest.raises(ArgumentError, match="this is 3, which is not drawn"):
             draw({"a": 3})
-
-
-def test_the_old_names_of_the_first_argument_work_and_warn() -> None:
-    with pytest.warns(
-        DeprecationWarning, match=r"to_text\(timeline=...\) is now to_text\(what=...\)"
-    ):
-        assert to_text(timeline=PLAN.timeline) == to_text(PLAN)  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="timelines"):
-        assert to_svg(timelines={"a": PLAN.timeline}) == to_svg({"a": PLAN})  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="simulation"):
-        assert to_page(simulation=PLAN) == to_page(PLAN)  # type: ignore[call-arg]

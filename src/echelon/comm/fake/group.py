@@ -23,19 +23,8 @@ from echelon.comm.primitives import (
     Primitive,
     ReduceScatter,
 )
-from echelon.comm.work import Window, Work
+from echelon.comm.work import CompletedWork, Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
-
-
-@final
-class _DoneWork(Work):
-    """A call that was complete when it was issued."""
-
-    def done(self) -> bool:
-        return True
-
-    def _wait(self, timeout: float | None) -> None:
-        pass
 
 
 @final
@@ -94,10 +83,10 @@ class FakeGroup(Group):
             self._issued(self, operation)
         with torch.inference_mode():
             _act(operation, self.rank, self.size)
-        return _DoneWork(call)
+        return CompletedWork(call)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> Any:
         if self.rank not in members:
             return None

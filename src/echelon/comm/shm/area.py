@@ -181,7 +181,7 @@ class Area:
         ``key`` says where in which window this rank's tensor lies (0: in none), and ``address`` is
         that of the tensor in its process; peers read them by ``keys`` and ``addresses``.
         """
-        longs, at = self._longs, self._note(call)
+        longs, at = self._longs, _NOTES + (call.position % _NUM_NOTES) * _NOTE_LONGS
         digest = fingerprint(call.signature)
         note = self.rank * _LONGS + at
         longs[note], longs[note + 1], longs[note + 2] = digest, key, address
@@ -193,17 +193,15 @@ class Area:
 
     def keys(self, call: CollectiveCall) -> list[int]:
         """The window keys of all ranks for the call that they have just agreed on."""
-        at = self._note(call) + 1
-        return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
+        return self._of_notes(call, 1)
 
     def addresses(self, call: CollectiveCall) -> list[int]:
         """The addresses of all ranks for the call that they have just agreed on."""
-        at = self._note(call) + 2
-        return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
+        return self._of_notes(call, 2)
 
-    @staticmethod
-    def _note(call: CollectiveCall) -> int:
-        return _NOTES + (call.position % _NUM_NOTES) * _NOTE_LONGS
+    def _of_notes(self, call: CollectiveCall, i: int) -> list[int]:
+        at = _NOTES + (call.position % _NUM_NOTES) * _NOTE_LONGS + i
+        return [self._longs[rank * _LONGS + at] for rank in range(self.size)]
 
     def pid(self, rank: int) -> int:
         """The process of ``rank``."""

@@ -103,7 +103,7 @@ class ShmGroup(Group):
         if not self._closed:
             self._area.table.leave(None)
 
-    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work | None:
         method = METHODS.get(type(operation))
         if method is not None:
             return self._executor.issue(call, method, self._collectives, call, operation)
@@ -115,7 +115,9 @@ class ShmGroup(Group):
     def _run(self, call: CollectiveCall, make: Callable[[], T]) -> T:
         """Run ``make`` on all ranks, in order with their collectives, and return its result."""
         results: list[T] = []
-        self._executor.issue(call, lambda: results.append(make())).wait()
+        work = self._executor.issue(call, lambda: results.append(make()))
+        if work is not None:
+            work.wait()
         return results[0]
 
     def probe(self, tag: int = 0) -> int | None:
@@ -123,7 +125,7 @@ class ShmGroup(Group):
         return self._mailbox.probe(tag)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> ShmGroup | None:
         subgroup = self._run(call, lambda: self._make_subgroup(call, name, members))
         if subgroup is not None:

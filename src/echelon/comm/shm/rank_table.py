@@ -152,15 +152,12 @@ class RankTable:
 
     # Sleeping and waking ---------------------------------------------------------------------
 
-    def wake(self, ranks: Sequence[int]) -> None:
-        """Wake the owners of ``ranks``, after something changed that they may wait for."""
-        self._ring(_OWNER, ranks)
-
     def wake_helper(self, rank: int) -> None:
         """Wake the helper thread of ``rank``, after data arrived that it should move."""
-        self._ring(_HELPERS, (rank,))
+        self.wake((rank,), _HELPERS)
 
-    def _ring(self, kind: int, ranks: Sequence[int]) -> None:
+    def wake(self, ranks: Sequence[int], kind: int = _OWNER) -> None:
+        """Wake the owners of ``ranks``, after something changed that they may wait for."""
         value = (next(self._wakes) * self.size + self.rank) & 0xFFFFFFFF  # was never written
         words = self._words
         for rank in ranks:

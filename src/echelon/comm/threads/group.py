@@ -82,18 +82,20 @@ class ThreadGroup(Group):
         *,
         name: str = "world",
         device: torch.device | None = None,
+        rules: RankRules | None = None,
     ) -> None:
+        self._rules = world.rules if rules is None else rules
         super().__init__(
             name,
             rank,
             ranks,
             device or torch.device("cpu"),
             world.timeout,
-            shares_memory=world.rules.shares_memory,
+            shares_memory=self._rules.shares_memory,
             note=self._note_call,
         )
         self._world = world
-        self.has_tags = world.rules.has_tags
+        self.has_tags = self._rules.has_tags
 
     def _note_call(self, call: CollectiveCall) -> None:
         self._world.order.require_running(call)
@@ -190,7 +192,7 @@ class ThreadGroup(Group):
         if act is not None:
             if not self.has_tags:
                 self._world.open_communicator(self.name, self.ranks, None, call, self.timeout)
-            return self._meet(call, operation, act, self._world.rules)
+            return self._meet(call, operation, act, self._rules)
         if type(operation) is Send:
             return self._mail(call, operation.tensor, self.rank, operation.dst, operation.tag)
         assert type(operation) is Receive
@@ -243,14 +245,14 @@ class ThreadGroup(Group):
                 raise CollectiveMismatch(self.name, first.position, texts)
 
     def _mail(self, call: CollectiveCall, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
-        world, op, rules = self._world, call.signature.op, self._world.rules
+        world, op, rules = self._world, call.signature.op, self._rules
         ends = self.ranks[src], self.ranks[dst]
         if not self.has_tags:
             world.open_communicator(self.name, self.ranks, ends, call, self.timeout)
         with world.lock:
             world.admit(call)
             self._refuse_if_aborted(call)
-            place = (self.name, src, dst, tag if self.has_tags else 0)
+            place = (self.name, src, dst, rules.channel(tag, call.rank))
             queue = world.mail.setdefault(place, deque())
             if not queue or op in queue[0].sides:  # the other side has not joined yet
                 transfer = PendingMessage(ends)
@@ -292,7 +294,7 @@ class ThreadGroup(Group):
             target.copy_(source)
 
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> ThreadGroup | None:
         self._meet(call, None, _nothing).wait()
         if self.rank not in members:
@@ -302,7 +304,8 @@ class ThreadGroup(Group):
             members.index(self.rank),
             [self.ranks[member] for member in members],
             name=name,
-            device=device,
+            device=device or self.device,
+            rules=self._rules if device is None else self._world.rules.of_host(),
         )
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

@@ -11,6 +11,7 @@ their tags, and no operation waits for another one.
 - Messages of two ranks match in the order of issue. There are no tags.
 - The first unbatched message of two ranks makes a communicator of both, and the first collective or
   batch of a group one of all its ranks. It holds the hosts of these ranks until all have come.
+  So a message within a batch and one outside of any never match.
 - An operation runs when it is at the head of the queues of all its ranks. NCCL has such a queue for
   each communicator; a process group that was made with a ``device_id`` has one for all messages of
   a rank, and NCCL asks for one order of all communicators on all ranks.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from echelon.comm.threads.pending import Pending
@@ -45,6 +46,10 @@ class RankRules(ABC):
     has_tags = True
     shares_memory = True
     has_queues = False
+
+    def of_host(self) -> RankRules:
+        """The rules of groups that communicate on the host, beside those on a device."""
+        return self
 
     @abstractmethod
     def issued(self, pending: Pending, call: CollectiveCall) -> Sequence[Pending]:
@@ -72,8 +77,16 @@ class RankRules(ABC):
         return None
 
     def queued(self, group: str) -> Sequence[Pending]:
-        """The operations of a group that all ranks have joined, and that are not complete."""
+        """What ranks of a group wait for beside operations that some have not joined."""
         return ()
+
+    def channel(self, tag: int, rank: int) -> int:
+        """What a message that a rank issues now has in common with those that it can match."""
+        return tag
+
+    def left(self) -> Mapping[int, tuple[Pending, CollectiveCall]]:
+        """By rank, the first operation that it has issued and that is not complete."""
+        return {}
 
     def begin_batch(self, rank: int) -> None:
         """Let the messages that a rank issues from now on be one operation."""
@@ -94,7 +107,14 @@ class RankRules(ABC):
 
 @final
 class TaggedMessages(RankRules):
-    """Messages match by their tags; an operation runs when all its ranks have issued it."""
+    """Messages match by their tags; an operation runs when all its ranks have issued it.
+
+    Args:
+        shares_memory: see ``RankRules``.
+    """
+
+    def __init__(self, *, shares_memory: bool = True) -> None:
+        self.shares_memory = shares_memory
 
     def issued(self, pending: Pending, call: CollectiveCall) -> Sequence[Pending]:
         """See ``RankRules``."""
@@ -112,11 +132,11 @@ class TaggedMessages(RankRules):
 class _Launch:
     """What a rank issues as one operation: a collective, a message, or a batch of messages."""
 
-    __slots__ = ("is_open", "parts")
+    __slots__ = ("is_batch", "is_open", "parts")
 
-    def __init__(self, *, is_open: bool = False) -> None:
+    def __init__(self, *, is_batch: bool = False) -> None:
         self.parts: dict[Pending, CollectiveCall] = {}  # that are not complete
-        self.is_open = is_open
+        self.is_batch = self.is_open = is_batch
 
 
 @final
@@ -136,7 +156,12 @@ class OneQueue(RankRules):
         self._batches: list[_Launch | None] = [None] * size
         self._communicators: dict[tuple[str, tuple[int, ...]], Pending] = {}
         self._places: dict[Pending, dict[int, _Launch]] = {}  # by operation and rank
+        self._of_host = TaggedMessages(shares_memory=False)
         self._free_s = [0.0] * size  # when the last operation of a rank was complete
+
+    def of_host(self) -> RankRules:
+        """Those of gloo."""
+        return self._of_host
 
     def communicator(
         self, group: str, ranks: Sequence[int], pair: tuple[int, int] | None, rank: int
@@ -170,7 +195,7 @@ class OneQueue(RankRules):
 
     def begin_batch(self, rank: int) -> None:
         """See ``RankRules``."""
-        self._batches[rank] = launch = _Launch(is_open=True)
+        self._batches[rank] = launch = _Launch(is_batch=True)
         self._queues[rank].append(launch)
 
     def end_batch(self, rank: int) -> Sequence[Pending]:
@@ -182,11 +207,23 @@ class OneQueue(RankRules):
 
     def queued(self, group: str) -> Sequence[Pending]:
         """See ``RankRules``."""
-        return [
+        operations = [
             pending
             for pending, places in self._places.items()
             if any(launch.parts[pending].group == group for launch in places.values())
         ]
+        made = self._communicators.items()
+        first_uses = [p for (name, _), p in made if name.removeprefix(_PAIR) == group]
+        return [*operations, *(each for each in first_uses if not each.complete)]
+
+    def channel(self, tag: int, rank: int) -> int:
+        """See ``RankRules``."""
+        return int(self._batches[rank] is not None)
+
+    def left(self) -> Mapping[int, tuple[Pending, CollectiveCall]]:
+        """See ``RankRules``."""
+        heads = {rank: queue[0].parts for rank, queue in enumerate(self._queues) if queue}
+        return {rank: next(iter(parts.items())) for rank, parts in heads.items() if parts}
 
     def _advance(self, ranks: Sequence[int] | dict[int, _Launch]) -> Sequence[Pending]:
         """Take what is complete from the heads of queues; what can run now."""
@@ -219,7 +256,8 @@ class OneQueue(RankRules):
 
         def is_head(rank: int, launch: _Launch | None) -> bool:
             queue, head = queues[rank], heads[rank]
-            return (queue[head] if head < len(queue) else None) is launch
+            first = queue[head] if head < len(queue) else None
+            return first is launch or (launch is None and first is not None and first.is_open)
 
         def runs(pending: Pending) -> bool:
             if not pending.absent <= going:
@@ -257,4 +295,23 @@ class OneQueue(RankRules):
         for rank in sorted(self.holders(pending)):
             for call in self._queues[rank][0].parts.values():
                 return f"it is queued on rank {rank} behind {call}"
+        return self._other_channel(pending)
+
+    def _other_channel(self, pending: Pending) -> str:
+        """That the other side of a message is in a batch, and this one is not, or the reverse."""
+        for rank, launch in self._places.get(pending, {}).items():
+            call = launch.parts[pending]
+            for other, places in self._places.items():
+                if other.expected != pending.expected or rank in places:
+                    continue
+                for peer, place in places.items():
+                    if place.is_batch is launch.is_batch or place.parts[other].group != call.group:
+                        continue
+                    here, there = (
+                        ("inside", "outside") if launch.is_batch else ("outside", "inside")
+                    )
+                    return (
+                        f"it is {here} of a batch_isend_irecv, and {place.parts[other]} of rank "
+                        f"{peer} is {there} of one: NCCL carries these by two communicators"
+                    )
         return ""

@@ -110,6 +110,8 @@ class ThreadWorld:
                 and any(self._is_stuck(wait.call.rank, wait) for wait in waits)
             ):
                 self._declare_deadlock(rank)
+            elif len(self._finished) == self.size and self.failure is None:
+                self._declare_left(rank)
 
     def exit_sign(self, rank: int, runs: bool) -> ExitSign:
         """The state of a rank now; ``runs`` says that its thread has not ended."""
@@ -164,6 +166,8 @@ class ThreadWorld:
     ) -> None:
         """Hold a rank before an operation until others have come, where the rules ask for that."""
         with self.lock:
+            if group in self.aborted:
+                return  # the operation says so
             pending = self.rules.communicator(group, ranks, pair, call.rank)
             if pending is None:
                 return
@@ -407,6 +411,14 @@ class ThreadWorld:
         last_calls = {other: str(call) for other, call in calls.items() if call is not None}
         shown = last_calls if self.tells_last_calls else {}
         self._fail(rank, DeadlockError(waits, self._finished, shown, reasons))
+
+    def _declare_left(self, rank: int) -> None:
+        """Fail if an operation has begun that no rank has waited for, and that cannot end."""
+        left = self.rules.left()
+        for other, (pending, call) in left.items():
+            self._waits[other][0] = RankWait(pending, call, False)
+        if left:
+            self._declare_deadlock(rank)
 
     def _explained(self, error: CommTimeout, reporter: int) -> CommTimeout:
         """Add what the ranks at the root of the waits do to ``error``; needs the lock."""

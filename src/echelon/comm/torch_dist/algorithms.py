@@ -73,21 +73,20 @@ class Algorithms:
         """Reduce ``tensor`` over ranks, in place."""
         peers, size = self._peers, self._peers.size
         if _is_one_round(tensor.nbytes, size):
-            everyone = dict.fromkeys(peers.others(), tensor)
+            everyone = dict.fromkeys(peers.others, tensor)
             self._reduce_at_once(tag, everyone, tensor, [tensor], op)
             return
         # [1] my pieces of part r go to rank r, which [2] reduces them and [3] sends results to all.
         parts = [_pieces(tensor[start:stop]) for start, stop in _ranges(tensor, size)]
         deadline = peers.deadline()
         results = [
-            peers.recv(piece, peer, tag | PHASE) for peer in peers.others() for piece in parts[peer]
+            peers.recv(piece, peer, tag | PHASE) for peer in peers.others for piece in parts[peer]
         ]
         sent = [peers.send(piece, peer, tag) for peer, piece in self._by_turns(parts)]  # [1]
         part = parts[peers.rank]
         for i in self._reduce_pieces(tag, part, part, op, deadline):  # [2]
-            sent += [peers.send(part[i], peer, tag | PHASE) for peer in peers.others()]  # [3]
-        peers.wait(results, deadline)
-        peers.wait(sent, deadline)
+            sent += [peers.send(part[i], peer, tag | PHASE) for peer in peers.others]  # [3]
+        peers.wait(results + sent, deadline)
 
     def _reduce_scatter(self, tag: int, operation: ReduceScatter) -> None:
         """Reduce the parts for this rank of the inputs of all ranks."""
@@ -111,11 +110,10 @@ class Algorithms:
         """Copy ``input`` of each rank into ``outputs`` of all; straight into place."""
         peers = self._peers
         deadline = peers.deadline()
-        received = [peers.recv(outputs[peer], peer, tag) for peer in peers.others()]
-        sent = [peers.send(input, peer, tag) for peer in peers.others()]
+        posted = [peers.recv(outputs[peer], peer, tag) for peer in peers.others]
+        posted += [peers.send(input, peer, tag) for peer in peers.others]
         _copy(outputs[peers.rank], input)
-        peers.wait(received, deadline)
-        peers.wait(sent, deadline)
+        peers.wait(posted, deadline)
 
     def _broadcast(self, tag: int, tensor: Tensor, src: int) -> None:
         """Copy ``tensor`` of rank ``src`` to all."""
@@ -124,7 +122,7 @@ class Algorithms:
         receivers = [rank for rank in range(peers.size) if rank != src]
         if len(receivers) <= 1 or tensor.numel() * tensor.itemsize <= FLAT_BROADCAST_NBYTES:
             if peers.rank == src:
-                peers.wait([peers.send(tensor, peer, tag) for peer in peers.others()], deadline)
+                peers.wait([peers.send(tensor, peer, tag) for peer in peers.others], deadline)
             else:
                 peers.wait([peers.recv(tensor, src, tag)], deadline)
             return
@@ -134,15 +132,14 @@ class Algorithms:
             rank: tensor[start:stop] for rank, (start, stop) in zip(receivers, ranges, strict=True)
         }
         if peers.rank == src:
-            peers.wait([peers.send(parts[peer], peer, tag) for peer in peers.others()], deadline)
+            peers.wait([peers.send(parts[peer], peer, tag) for peer in peers.others], deadline)
             return
-        others = [peer for peer in peers.others() if peer != src]
+        others = [peer for peer in peers.others if peer != src]
         part = peers.recv(parts[peers.rank], src, tag)
         rest = [peers.recv(parts[peer], peer, tag) for peer in others]
         peers.wait([part], deadline)
         sent = [peers.send(parts[peers.rank], peer, tag) for peer in others]
-        peers.wait(rest, deadline)
-        peers.wait(sent, deadline)
+        peers.wait(rest + sent, deadline)
 
     def _exchange(self, tag: int, operation: Exchange) -> None:
         """Send ``inputs[r]`` to rank ``r`` and receive ``outputs[r]`` from it.
@@ -159,11 +156,11 @@ class Algorithms:
             return tensor if tensor.numel() else self._token, sized_tag(tag, tensor.numel())
 
         received = []
-        for peer in peers.others():
+        for peer in peers.others:
             place, sized = message(outputs[peer])
             received.append(peers.recv(place, peer, sized))
         sent = []
-        for peer in peers.others():
+        for peer in peers.others:
             data, sized = message(inputs[peer])
             sent.append(peers.send(data, peer, sized))
         _copy(outputs[peers.rank], inputs[peers.rank])
@@ -179,7 +176,7 @@ class Algorithms:
 
     def _by_turns(self, parts: Sequence[Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
         """The pieces for the other ranks in the order of sending: the first of each, and so on."""
-        others = self._peers.others()
+        others = self._peers.others
         longest = max((len(parts[peer]) for peer in others), default=0)
         return [
             (peer, parts[peer][i])
@@ -195,14 +192,13 @@ class Algorithms:
         peers = self._peers
         deadline = peers.deadline()
         if not own.numel():  # as on all ranks but one in a reduce
-            peers.wait([peers.send(inputs[peer], peer, tag) for peer in peers.others()], deadline)
+            peers.wait([peers.send(inputs[peer], peer, tag) for peer in peers.others], deadline)
             return
         places = self._room(peers.size, own.numel(), own.dtype)
         places[peers.rank] = own
-        received = [peers.recv(places[peer], peer, tag) for peer in peers.others()]
-        sent = [peers.send(inputs[peer], peer, tag) for peer in peers.others()]
-        peers.wait(received, deadline)
-        peers.wait(sent, deadline)  # before ``own``, which may be what is sent, is written
+        posted = [peers.recv(places[peer], peer, tag) for peer in peers.others]
+        posted += [peers.send(inputs[peer], peer, tag) for peer in peers.others]
+        peers.wait(posted, deadline)  # before ``own``, which may be what is sent, is written
         reduce_into(outputs, places, op)
 
     def _reduce_pieces(
@@ -224,7 +220,7 @@ class Algorithms:
         def expect(i: int) -> None:
             places = slots[i % depth]
             arriving[i] = [
-                peers.recv(places[peer][: own[i].numel()], peer, tag) for peer in peers.others()
+                peers.recv(places[peer][: own[i].numel()], peer, tag) for peer in peers.others
             ]
 
         for i in range(min(depth, len(own))):

@@ -81,6 +81,12 @@ def backend_of_device_kind(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(item.split(":", 1) for item in config.split(",")) if ":" in config else {}
 
 
+def bound_device() -> torch.device | None:
+    """The device to which the script has bound its default process group; None if to none."""
+    group = dist.group.WORLD
+    return None if group is None else group.bound_device_id
+
+
 def cpu_engine(group: dist.ProcessGroup) -> Engine:
     """The backend with which a process group serves the CPU."""
     return cast(Engine, group._get_backend(torch.device("cpu")))

@@ -107,7 +107,7 @@ class TorchGroup(Group):
 
     @final
     def _subgroup(
-        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device
+        self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
     ) -> TorchGroup | None:
         self._job.check()
         if self._agreement is not None:
@@ -117,7 +117,8 @@ class TorchGroup(Group):
         start_s = time.monotonic()
         others = tuple(member for member in members if member != self.rank)
         try:
-            return self._connect(name, tuple(self.ranks[member] for member in members), device)
+            ranks = tuple(self.ranks[member] for member in members)
+            return self._connect(name, ranks, device or self.device)
         except PeerLost as lost:
             # ``lost`` counts ranks in the new group, and the record in this group.
             missing = tuple(members[rank] for rank in lost.missing) or others
@@ -211,7 +212,7 @@ class PeerGroup(TorchGroup):
     def _use_timeout(self, seconds: float) -> None:
         self._peers.timeout = seconds
 
-    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work | None:
         if isinstance(operation, Send):
             return self._post(call, self._peers.send, operation, operation.dst)
         if isinstance(operation, Receive):
@@ -227,7 +228,7 @@ class PeerGroup(TorchGroup):
         call: CollectiveCall,
         operation: Primitive | Derived | None,
         lengths: Lengths | None = None,
-    ) -> Work:
+    ) -> Work | None:
         self._job.check()
         return self._executor.issue(call, lambda: self._carry_out(call, operation, lengths))
 
@@ -253,7 +254,9 @@ class PeerGroup(TorchGroup):
         return tuple(self.ranks[rank] for rank in self._peers.awaited)
 
     def _synchronize(self, call: CollectiveCall) -> None:
-        self._issue_in_turn(call, None).wait()
+        work = self._issue_in_turn(call, None)
+        if work is not None:
+            work.wait()
 
     # Point to point --------------------------------------------------------------------------
 

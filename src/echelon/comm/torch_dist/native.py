@@ -236,7 +236,7 @@ class NativeGroup(TorchGroup):
     def _divided(self, work: Work, tensor: Tensor, op: str) -> Work:
         """``work``, after which a mean that the engine has only summed is divided."""
         if op == "mean" and not self._engine_averages(tensor, op):
-            work.then(lambda: divide_for_mean(tensor, op, self.size))
+            work.then(lambda: divide_for_mean(tensor, self.size))
         return work
 
     # Movement --------------------------------------------------------------------------------

@@ -130,6 +130,10 @@ class Peers:
         engine: one with tagged messages between any two ranks (gloo).
         timeout: seconds that a rank waits for others in one collective.
         on_wait: called with the peer that is waited for, and with None when the wait is over.
+
+    Attributes:
+        others: all other ranks from the next one on, so that ranks begin with different peers.
+        awaited: whom the collective that runs waits for.
     """
 
     def __init__(
@@ -144,17 +148,14 @@ class Peers:
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.others = [(rank + i) % size for i in range(1, size)]
         self._on_wait = on_wait
-        self.awaited: tuple[int, ...] = ()  # whom the collective that runs waits for
+        self.awaited: tuple[int, ...] = ()
         disown_in_forks(self)
 
     def disown(self) -> None:
         """Leave the engine to the rank that has forked this process."""
         keep_alive(self._engine)
-
-    def others(self) -> list[int]:
-        """All other ranks from the next one on, so that ranks begin with different peers."""
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Posted:
         """Begin to send; the tensor must not change before the wait."""
@@ -189,13 +190,15 @@ class Peers:
         Raises:
             PeerLost: names all those that are not.
         """
-        pending = iter(posted)
+        pending, last = iter(posted), None
         for work, peer in pending:
             if work is None:
                 continue
-            if not is_message:
-                self.awaited = (peer,)
-            self._on_wait(peer)
+            if peer != last:
+                if not is_message:
+                    self.awaited = (peer,)
+                self._on_wait(peer)
+                last = peer
             left = max(deadline - time.monotonic(), 0.0)
             try:
                 # The engine counts whole milliseconds: rounded down, it would give up too early.
@@ -215,7 +218,7 @@ class Peers:
     def sever(self) -> None:
         """Break all connections: gloo closes them when a wait times out, so one is made to."""
         buffer = torch.zeros(1, dtype=torch.uint8)
-        for peer in self.others():
+        for peer in self.others:
             # A wait for a peer that has ended fails too, but then gloo closes nothing else.
             with suppress(RuntimeError):
                 if self._engine is not None:

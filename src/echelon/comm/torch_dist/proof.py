@@ -44,7 +44,7 @@ def strangers(peers: Peers, secret: Secret, group: str, seconds: float) -> list[
         group: a name that no other engine of the job has.
         seconds: how long a peer may take to prove itself.
     """
-    others = peers.others()
+    others = peers.others
     deadline = time.monotonic() + seconds
     challenges = {peer: nonce() for peer in others}
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -169,11 +169,13 @@ def from_process_group(
     because two wrappers number their calls independently.
 
     Args:
-        device: where tensors live; None: the CPU if the group serves it, else the current device
-            of the kind that it serves.
+        device: where tensors live; None: the CPU if the group serves it, else the device that the
+            group is bound to (``device_id`` of ``init_process_group``), else the current device of
+            the kind that it serves.
 
     Raises:
-        ArgumentError: this rank is not in the group, or the group does not serve the device.
+        ArgumentError: this rank is not in the group, or the group does not serve the device, or is
+            bound to another one.
 
     Example:
         >>> # dist.init_process_group("gloo")
@@ -193,14 +195,16 @@ def _wrapped(
     if dist.get_rank() not in ranks:
         raise ArgumentError(f"rank {dist.get_rank()} is not in the process group of ranks {ranks}")
     backends = backend_of_device_kind(group)
-    if device is None:
-        device = torch.device("cpu")
-        if "cpu" not in backends:
-            kind = next(iter(backends))
-            device = torch.device(kind, torch.get_device_module(kind).current_device())
+    device = _served_device(group, backends) if device is None else device
     kind = str(device).split(":")[0]
     if kind not in backends:
         raise ArgumentError(f"the process group serves {list(backends)}, not {device}")
+    bound = group.bound_device_id
+    if bound is not None and bound.type == kind and bound != device:
+        raise ArgumentError(
+            f"the process group is bound to {bound} (device_id of init_process_group), and "
+            f"{device} is another device: give both the same"
+        )
     group_store = dist.distributed_c10d._get_process_group_store(group)
     store, secret = store_beside(group_store, group.group_name, ranks, dist.get_rank(), timeout)
     factory = GroupFactory(
@@ -214,6 +218,16 @@ def _wrapped(
         one_host=True,  # so that listeners which other hosts can reach are always announced
     )
     return _first_group(factory, ranks, group)
+
+
+def _served_device(group: dist.ProcessGroup, backends: Mapping[str, str]) -> torch.device:
+    """The CPU if a process group serves it, else the device that it is bound to, or uses now."""
+    if "cpu" in backends:
+        return torch.device("cpu")
+    if group.bound_device_id is not None:
+        return group.bound_device_id
+    kind = next(iter(backends))
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 @final

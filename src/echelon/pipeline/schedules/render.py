@@ -93,7 +93,6 @@ def _(what: Mapping) -> Drawn:  # type: ignore[type-arg]
     )
 
 
-@checks.also_named("timeline", "what")
 def to_text(what: Any, unit: float | None = None) -> str:
     """Grids: one row per rank, time to the right, a dot where a rank is idle.
 
@@ -150,7 +149,6 @@ def _grid(timeline: Timeline, unit: float | None) -> str:
     return "\n".join(lines)
 
 
-@checks.also_named("timelines", "what")
 def to_svg(what: Any, width: int = 1200) -> str:
     """A drawing of one or more timelines over each other, all on one scale of time.
 
@@ -213,7 +211,6 @@ def _meaning(item: Item) -> str:
     return {FORWARD: "forward", BACKWARD: "backward", INPUT: "inputs"}.get(item.kind, "weights")
 
 
-@checks.also_named("simulation", "what")
 def to_page(what: Any, measured: Timeline | None = None, unit: str = "") -> str:
     """A page with the timelines over each other on one scale of time, and with their numbers.
 
