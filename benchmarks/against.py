@@ -9,6 +9,9 @@ and see the same clock and the same neighbours of the machine. In every round al
 and another tree is the first to start: give an even number of rounds.
 Losses, and FSDP's peaks of unsharded parameters and of gradients, do not depend on the machine, and
 are compared too.
+
+Processes compute at the same time, and a sample is what rank 0 takes. Simulated ranks compute one
+after the other, so a sample is what all of them take together, with the turns that they hand on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
-import inspect
 import json
 import select
 import shutil
@@ -33,6 +35,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from itertools import chain, count, pairwise
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TextIO
 
@@ -68,12 +71,18 @@ class Timing(NamedTuple):
     num_samples: int
     num_calls: int = 1
 
-    def sample(self) -> Times:
-        """One sample, in seconds of one call."""
-        start, start_cpu = time.perf_counter(), time.thread_time()
+    def sample(self, world: ec.World) -> Times:
+        """One sample, in seconds of one call: of this rank, or of all ranks if they take turns."""
+        takes_turns = world.backend == WorldKind.THREADS
+        processor_s = time.process_time if takes_turns else time.thread_time
+        start, start_cpu = time.perf_counter(), processor_s()
+        if takes_turns:
+            world.group.barrier()  # before which no rank begins
         for _ in range(self.num_calls):
             self.call()
-        seconds, cpu = time.perf_counter() - start, time.thread_time() - start_cpu
+        if takes_turns:
+            world.group.barrier()  # behind which all have ended
+        seconds, cpu = time.perf_counter() - start, processor_s() - start_cpu
         return {
             self.what: seconds / self.num_calls,
             f"{self.what} (processor)": cpu / self.num_calls,
@@ -233,11 +242,12 @@ class Turns:
         if group.rank == 0:
             with socket.socket(socket.AF_UNIX) as connected:
                 connected.connect(address)
-                self._compares = connected.makefile("rw")
+                self._compares, self._number = connected.makefile("rw"), connected.fileno()
 
     def wait(self) -> None:
         """Wait for the next turn."""
         if self._compares is not None:
+            wait([self._number])  # in which a simulated rank lets others run
             self._compares.readline()
         self._group.barrier()
 
@@ -264,7 +274,7 @@ def measure(world: ec.World, names: list[str], quick: bool, address: str) -> Non
             turns.say({"num_samples": timing.num_samples})
             for _ in range(timing.num_samples):
                 turns.wait()
-                turns.say({"times": timing.sample()})
+                turns.say({"times": timing.sample(world)})
         turns.wait()
     turns.say({"end": True})
 
@@ -339,13 +349,10 @@ def compare(this: Job, other: Job, samples: Samples, facts: list[Facts]) -> None
 
 
 def start_ranks(tree: Path, world: WorldKind, names: list[str], quick: bool, address: str) -> None:
-    """Start the ranks of a job, or join them; simulated ones that run at the same time."""
+    """Start the ranks of a job, or join them."""
     assert Path(ec.__file__).is_relative_to(tree), (ec.__file__, tree)
     if world is not WorldKind.GLOO:
-        # Ranks of trees before turns have always run so, and have no such argument.
-        knows_turns = "concurrent" in inspect.signature(ec.run).parameters
-        at_once = {"concurrent": True} if knows_turns and world is WorldKind.THREADS else {}
-        ec.run(measure, RANKS, world.value, args=(names, quick, address), **at_once)
+        ec.run(measure, RANKS, world.value, args=(names, quick, address))
         return
     with ec.init("gloo") as joined:
         measure(joined, names, quick, address)

@@ -64,7 +64,7 @@ def stops_in_a_debugger(world: ec.World) -> str:
         with stopped_time():
             time.sleep(1.5 * SHORT.total_seconds())
     if world.rank == 2:
-        require_world_group().thread_world.order.pause(2)
+        require_world_group().thread_world.order.yield_turn(2)
     sent = [world.group.isend(torch.ones(1), world.rank + 1)] if world.rank < 2 else []
     dist.monitored_barrier(timeout=SHORT)
     for work in sent:

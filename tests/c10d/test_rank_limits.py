@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import echelon as ec
 from echelon.c10d.rank_limits import note_for
@@ -68,12 +67,6 @@ def test_errors_whose_cause_is_that_a_rank_is_a_thread_get_a_note(
     with pytest.raises(Exception) as caught:  # noqa: PT011  # whatever this build of torch raises
         ec.run(call, 2)
     assert any(note in text for text in caught.value.__notes__)
-
-
-def test_torch_distributed_on_ranks_without_turns_says_to_leave_that_out() -> None:
-    with pytest.raises(ValueError, match="RANK expected") as info:
-        ec.run(lambda world: dist.init_process_group("gloo"), 2, concurrent=True)
-    assert "leave out --concurrent" in "".join(info.value.__notes__)
 
 
 def test_other_errors_get_none() -> None:

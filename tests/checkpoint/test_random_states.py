@@ -82,7 +82,6 @@ def test_of_one_rank_nothing_is_known_to_be_alike(tmp_path: Path) -> None:
 
 
 def resumed_draws(world: World, folder: Path) -> tuple[list[Any], list[Any]]:
-    assert not world.shares_streams
     apart = ec.load(folder, group=world.group).apart
     world.group.barrier()  # others load, and draw, meanwhile
     return draws(), sorted(apart)
@@ -98,23 +97,6 @@ def test_simulated_ranks_in_turns_go_on_as_processes_do(tmp_path: Path) -> None:
     assert len({str(drawn) for drawn in of_python}) == 3
 
 
-def test_concurrent_simulated_ranks_share_what_the_first_one_goes_on_from(tmp_path: Path) -> None:
-    def main(world: World) -> list[Any]:
-        assert world.shares_streams
-        ec.load(tmp_path, group=world.group)
-        world.group.barrier()
-        mine = [torch.rand(5).tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-        world.group.barrier()
-        return mine
-
-    seed(0, 9)
-    ec.save(tmp_path, step=1)
-    expected = [random.getstate(), np.random.get_state()[1].tolist()]
-    found = ec.run(main, 3, concurrent=True)
-    assert [one[1:] for one in found] == [expected] * 3
-    assert len({tuple(one[0]) for one in found}) == 3
-
-
 def test_derived_states_depend_on_the_saved_ones_and_the_rank_alone() -> None:
     def of(number: int, rank: int) -> list[list[float]]:
         states = random_states(CPU)
@@ -123,7 +105,7 @@ def test_derived_states_depend_on_the_saved_ones_and_the_rank_alone() -> None:
         keys = np.random.RandomState(number).get_state(legacy=True)[1]
         states["numpy"] = ["MT19937", torch.from_numpy(keys.astype(np.int64)), 624, 0, 0.0]
         states["torch"] = torch.Generator().manual_seed(number).get_state()
-        RandomStates.of(states, CPU, "x").for_rank(rank, GENERATORS, CPU).restore(CPU, shared=True)
+        RandomStates.of(states, CPU, "x").for_rank(rank, GENERATORS, CPU).restore(CPU)
         return draws()
 
     before = random_states(CPU)
@@ -133,7 +115,7 @@ def test_derived_states_depend_on_the_saved_ones_and_the_rank_alone() -> None:
         assert len({tuple(one) for one in streams}) == 4
     # Held here, because a later version has to draw the same.
     assert [round(own[0], 6) for own in found[1, 1]] == [0.94152, 0.599511, 0.195148]
-    RandomStates.of(before, CPU, "x").restore(CPU, shared=True)
+    RandomStates.of(before, CPU, "x").restore(CPU)
 
 
 def test_another_generator_of_numpy_is_refused_with_advice(

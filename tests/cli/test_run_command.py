@@ -67,9 +67,7 @@ def test_help_needs_no_torch_and_little_time() -> None:
         ([*THREADS, "--log-dir", "x", "{script}"], "--log-dir: simulated ranks are threads"),
         ([*THREADS, "--max-restarts", "1", "{script}"], "--max-restarts: simulated ranks"),
         ([*THREADS, "--grace", "1", "{script}"], "--grace: simulated ranks are threads"),
-        (["--ranks", "2", "--concurrent", "{script}"], "--concurrent: processes always are"),
         (["--ranks", "2", "--step", "{script}"], "--step: it holds simulated ranks"),
-        ([*THREADS, "--step", "--concurrent", "{script}"], "--step: it holds simulated ranks"),
     ],
 )
 def test_a_call_that_cannot_be_carried_out_ends_with_code_2(

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
-from echelon.comm.threads.randomness import random_stream
 from echelon.diagnosis import activity_hooks
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.diagnosis.step_rows import Activity, RankSteps
@@ -55,16 +54,6 @@ def test_backward_is_seen(steps: StepCounter) -> None:
     layer = nn.Linear(2, 2)
     layer.register_full_backward_hook(nap)
     one_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    assert naps(steps) == {Activity.BACKWARD}
-
-
-def test_backward_is_seen_where_ranks_begin_to_have_random_streams_of_their_own(
-    steps: StepCounter,
-) -> None:
-    layer = nn.Linear(2, 2)
-    layer.register_full_backward_hook(nap)
-    with random_stream():
-        one_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     assert naps(steps) == {Activity.BACKWARD}
 
 

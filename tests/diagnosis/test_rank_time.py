@@ -241,7 +241,7 @@ def test_the_kernel_is_asked_only_where_an_idle_time_is_to_be_divided(
 def test_a_simulated_rank_is_never_blocked_where_it_was_ready_between_two_turns(
     clock: Clock,
 ) -> None:
-    rank = RankTime(clock=clock, shares_heap=True, takes_turns=True)
+    rank = RankTime(clock=clock, takes_turns=True)
     start(rank, clock)
     with waiting():
         clock.ready += 7 * MS  # the clock stands

@@ -50,12 +50,9 @@ def test_a_step_into_a_call_of_a_group_does_not_enter_echelon(typist: Typist) ->
     assert "-> total = values.sum().item()\n(Pdb rank 1) p values\ntensor([3., 3.])" in output
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_a_call_of_a_group_that_is_typed_is_refused_and_harms_nothing(
-    typist: Typist, concurrent: bool
-) -> None:
+def test_a_call_of_a_group_that_is_typed_is_refused_and_harms_nothing(typist: Typist) -> None:
     typist.types("world.group.all_reduce(values)", "world.group.send(values, 0)", "n", "c")
-    assert ec.run(train, 3, concurrent=concurrent) == [6.0] * 3
+    assert ec.run(train, 3) == [6.0] * 3
     output = typist.reads()
     assert output.count("needs other ranks, which are stopped: step over the line (n)") == 2
     assert "#0 of group 'world'" in output
@@ -86,12 +83,9 @@ def every_rank(world: ec.World) -> int:
     return number
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_a_breakpoint_of_all_ranks_stops_one_after_the_other(
-    typist: Typist, concurrent: bool
-) -> None:
+def test_a_breakpoint_of_all_ranks_stops_one_after_the_other(typist: Typist) -> None:
     typist.types(*["c"] * 4)
-    assert ec.run(every_rank, 4, concurrent=concurrent) == [0, 10, 20, 30]
+    assert ec.run(every_rank, 4) == [0, 10, 20, 30]
     assert sorted(typist.prompts) == [f"(Pdb rank {rank}) " for rank in range(4)]
 
 
@@ -120,10 +114,9 @@ def slow_commands(world: ec.World) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_no_limit_of_time_runs_while_ranks_are_stopped(typist: Typist, concurrent: bool) -> None:
+def test_no_limit_of_time_runs_while_ranks_are_stopped(typist: Typist) -> None:
     typist.types("import time; time.sleep(1.5)", "ranks", "c")
-    assert ec.run(slow_commands, 3, timeout=0.5, concurrent=concurrent) == [3.0] * 3
+    assert ec.run(slow_commands, 3, timeout=0.5) == [3.0] * 3
     output = typist.reads()
     assert output.count("waits in all_reduce") + output.count("stopped before its next call") == 2
 

@@ -25,13 +25,10 @@ IN_LOOP = loops.__code__.co_firstlineno + 7
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.usefixtures("no_breakpoints")
-def test_a_breakpoint_that_is_set_in_one_rank_stops_every_rank(
-    typist: Typist, concurrent: bool
-) -> None:
+def test_a_breakpoint_that_is_set_in_one_rank_stops_every_rank(typist: Typist) -> None:
     typist.types(f"b {IN_LOOP}", "c", *["c"] * 9)
-    assert ec.run(loops, 3, concurrent=concurrent) == [[0, 3, 6]] * 3
+    assert ec.run(loops, 3) == [[0, 3, 6]] * 3
     assert Counter(typist.prompts[2:]) == {f"(Pdb rank {rank}) ": 3 for rank in range(3)}
     typist.reads()
 

@@ -84,10 +84,7 @@ def test_overlapping_calls_of_a_group_nest_in_lanes_named_after_it(tmp_path: Pat
     ]
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_a_merged_timeline_has_the_spans_of_both_at_the_same_time(
-    tmp_path: Path, concurrent: bool
-) -> None:
+def test_a_merged_timeline_has_the_spans_of_both_at_the_same_time(tmp_path: Path) -> None:
     def main(world: ec.World) -> list[dict[str, Any]]:
         trace = Trace(world.rank)
         with events.listen(trace), profile() as profiler:
@@ -95,7 +92,7 @@ def test_a_merged_timeline_has_the_spans_of_both_at_the_same_time(
         profiler.export_chrome_trace(str(tmp_path / "profile.json"))
         return trace.rows
 
-    write_trace(tmp_path / "trace.json", ec.run(main, 1, concurrent=concurrent))
+    write_trace(tmp_path / "trace.json", ec.run(main, 1))
     merge_traces(tmp_path / "trace.json", [tmp_path / "profile.json"], tmp_path / "merged.json")
     rows = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
     (call,) = [row for row in rows if row["name"] == "all_reduce" and row["ph"] == "X"]

@@ -60,9 +60,7 @@ def sleeps(world: World, name: str, chunks: int) -> tuple[Timeline, float, list[
 def test_a_measured_step_overlaps_its_stages_and_is_no_shorter_than_planned(
     name: str, chunks: int
 ) -> None:
-    for timeline, planned, waited_s, costs in ec.run(
-        sleeps, 4, args=(name, chunks), concurrent=True
-    ):
+    for timeline, planned, waited_s, costs in ec.run(sleeps, 4, "processes", args=(name, chunks)):
         assert planned <= timeline.makespan
         # On a busy machine all sleeps are longer; together they still are what ran at once.
         in_turn = sum(step.end - step.start for rank in range(4) for step in timeline.of_rank(rank))

@@ -186,7 +186,7 @@ def _leave_group(group: ThreadGroup, failure: str | None) -> None:
 
 def _probe_in_turn(group: ThreadGroup, tag: int) -> int | None:
     if group.probe(tag) is None:  # or a rank that asks in a loop would ask for ever
-        group.thread_world.order.pause(group.ranks[group.rank])
+        group.thread_world.order.yield_turn(group.ranks[group.rank])
     return group.probe(tag)
 
 

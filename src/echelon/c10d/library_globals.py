@@ -40,6 +40,11 @@ PLACES: tuple[Place, ...] = (
         _without_runs,
         "the configuration with which this rank runs",
     ),
+    Place(
+        "transformers.modeling_utils",
+        ("PreTrainedModel.init_weights", "PreTrainedModel.tie_weights"),
+        reason="from_pretrained replaces them while it builds a model, in which ranks may wait",
+    ),
 )
 
 _globals = Names(PLACES)

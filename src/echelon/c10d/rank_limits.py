@@ -18,7 +18,7 @@ import torch
 
 from echelon.comm.threads.process_state import register_state
 from echelon.comm.threads.rank_modules import VARIABLE
-from echelon.comm.threads.rank_order import current_owner
+from echelon.comm.threads.rank_threads import this_rank
 from echelon.comm.threads.replaced_names import Names, Place, register_replacements
 from echelon.errors import EchelonError, UnsupportedError
 from echelon.errors.message_text import message_of
@@ -97,29 +97,13 @@ def note_for(error: BaseException) -> str | None:
     return None
 
 
-def note_without_turns(error: BaseException) -> str | None:
-    """What to do where a simulated rank that takes no turns needs ``torch.distributed``.
-
-    Example:
-        >>> note_without_turns(ValueError("environment variable RANK expected, but not set"))[:20]
-        'torch.distributed ke'
-    """
-    text = message_of(error)
-    if "RANK expected" not in text and "process group has not been initialized" not in text:
-        return None
-    return (
-        "torch.distributed keeps its groups in globals of the process, which simulated ranks that "
-        "run at the same time would share: leave out --concurrent, or concurrent=True"
-    )
-
-
 def _refusing(function: Callable[..., Any], name: str, reason: str) -> Callable[..., Any]:
     """A function that refuses to be called by simulated ranks; their forks are none."""
     owner = os.getpid()
 
     @wraps(function)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if current_owner() is None or os.getpid() != owner:
+        if this_rank() is None or os.getpid() != owner:
             return function(*args, **kwargs)
         return _refuse(name, reason)
 
@@ -138,7 +122,7 @@ def _shared_number(function: Callable[[int], None]) -> Callable[[int], None]:
         try:
             function(number)
         except RuntimeError as error:
-            if current_owner() is None:
+            if this_rank() is None:
                 raise
             if number != torch.get_num_interop_threads():
                 name = "torch.set_num_interop_threads"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from echelon.comm.threads.rank_order import current_owner
+from echelon.comm.threads.rank_threads import this_rank
 from echelon.comm.threads.replaced_names import register_replacements
 
 _THREADS = "AsyncCheckpointExecutor"  # the beginning of the names that DCP gives to its threads
@@ -22,7 +22,7 @@ def _submit_of_rank(
     self: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Future[Any]:
     """Call the function on the thread of the rank, if a save of DCP is submitted by a rank."""
-    if current_owner() is None or not self._thread_name_prefix.startswith(_THREADS):
+    if this_rank() is None or not self._thread_name_prefix.startswith(_THREADS):
         return _submit(self, function, *args, **kwargs)
     future: Future[Any] = Future()
     try:

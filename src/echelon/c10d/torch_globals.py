@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from echelon.comm.threads.kept_by_threads import keep, kept
 from echelon.comm.threads.process_state import register_state
-from echelon.comm.threads.rank_order import take_turn
+from echelon.comm.threads.rank_threads import resume_if_overtaken
 from echelon.comm.threads.replaced_names import Names, Place, Values
 
 
@@ -36,7 +36,7 @@ class GroupsOfTurn(distributed_c10d._World):
 
     def __getattribute__(self, name: str) -> Any:
         """Read from the world of the rank that has its turn then."""
-        take_turn()
+        resume_if_overtaken()
         if (groups := kept("groups")) is not None and name in groups:
             return groups[name]
         return object.__getattribute__(distributed_c10d._world, name)

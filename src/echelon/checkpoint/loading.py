@@ -44,7 +44,6 @@ from echelon.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
 )
-from echelon.launch.run import entered
 
 
 @final
@@ -354,10 +353,7 @@ class _Loading:
                 errno=error.errno,
             ) from error
         if self._random is not None:
-            world = entered()
-            shares_streams = world is not None and world.shares_streams
-            shared = self._coordinator.rank == 0 or not shares_streams
-            self._random.restore(self._items.device, shared=shared)
+            self._random.restore(self._items.device)
 
     def loaded(self) -> Loaded:
         """The result for the user."""

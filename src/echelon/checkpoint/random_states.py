@@ -27,7 +27,7 @@ _NUM_KEYS = 624  # of the Mersenne twister
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of this rank's generators; concurrent simulated ranks share all but torch's.
+    """The states of this rank's generators.
 
     Raises:
         ArgumentError: NumPy's generator was exchanged for another kind.
@@ -177,14 +177,13 @@ class RandomStates:
             )
         return states
 
-    def restore(self, device: torch.device, *, shared: bool) -> None:
-        """Set this rank's generators; with ``shared``, also those that concurrent ranks share."""
+    def restore(self, device: torch.device) -> None:
+        """Set this rank's generators."""
         torch.set_rng_state(self.of_torch)
-        if shared:
-            random.setstate(self.of_python)
-            np.random.set_state(self.of_numpy)
-            if self.of_device is not None:
-                device_of(device).set_random_state(self.of_device)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+        if self.of_device is not None:
+            device_of(device).set_random_state(self.of_device)
 
 
 def _seed(generator: str, rank: int, state: np.ndarray[Any, Any]) -> int:

@@ -68,14 +68,6 @@ Module = Annotated[
 Tee = Annotated[
     bool, typer.Option("--tee", help="Show what all ranks print, each line with its rank.")
 ]
-Concurrent = Annotated[
-    bool,
-    typer.Option(
-        "--concurrent", help="Run simulated ranks at the same time, and not one after the other."
-    ),
-]
-
-
 Step = Annotated[
     bool,
     typer.Option(
@@ -112,7 +104,6 @@ def run_script(
     timeout: Timeout = None,
     module: Module = False,
     tee: Tee = False,
-    concurrent: Concurrent = False,
     step: Step = False,
     rules: Rules = None,
     show_command: ShowCommand = False,
@@ -137,13 +128,12 @@ def run_script(
         "--max-restarts": max_restarts > 0,
         "--grace": grace is not None,
     }
-    of_threads = {"--concurrent": concurrent, "--rules": rules is not None}
-    _refuse_to_step(world, concurrent=concurrent, step=step)
+    of_threads = {"--step": step, "--rules": rules is not None}
     _refuse_for(world, of_processes, of_threads)
     if world is WorldKind.THREADS:
         from echelon.launch.simulated_job import run_threads
 
-        run = partial(run_threads, tee=tee, concurrent=concurrent, rules=rules and rules.value)
+        run = partial(run_threads, tee=tee, rules=rules and rules.value)
         run_ranks = _step_through if step else None
         raise typer.Exit(run(program, arguments or [], ranks, timeout, run_ranks=run_ranks))
     launch = Launch(
@@ -184,7 +174,7 @@ def _refuse_for(
         except UnsupportedError as error:
             raise typer.BadParameter(str(error), param_hint="--world") from error
     given, sentences = of_threads, dict.fromkeys(of_threads, "it is for --world threads")
-    sentences["--concurrent"] = "processes always are"
+    sentences["--step"] = "it holds simulated ranks: use it with --world threads"
     if world is WorldKind.THREADS:
         given = of_processes
         sentences = dict.fromkeys(
@@ -195,12 +185,6 @@ def _refuse_for(
     for option, was_given in given.items():
         if was_given:
             raise typer.BadParameter(sentences[option], param_hint=option)
-
-
-def _refuse_to_step(world: WorldKind, *, concurrent: bool, step: bool) -> None:
-    if step and (concurrent or world is not WorldKind.THREADS):
-        sentence = "it holds simulated ranks that take turns: use it with --world threads alone"
-        raise typer.BadParameter(sentence, param_hint="--step")
 
 
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Torch functions that no ``TorchFunctionMode`` needs to see."""
+"""Calls of torch that are the library's own, which no mode and no tensor subclass acts on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ R = TypeVar("R")
 
 
 def without_torch_function(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function whose calls of torch draw no random numbers and use no default dtype.
+    """Decorate a function whose calls of torch are the library's own.
 
-    A simulated rank runs under a mode that inspects every call of torch for these two, which costs
-    several microseconds a call.
+    A mode of the user, such as that of ``torch.set_default_device``, leaves its tensors alone.
     """
 
     @wraps(function)

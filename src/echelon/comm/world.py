@@ -44,8 +44,6 @@ class World:
         is_asked: whether the script has asked for it by ``ec.init``.
         is_replay: whether a step of another run is computed again, so that nothing is to be written
             into the folder of that run.
-        shares_streams: whether the ranks have one stream of random numbers of Python and of NumPy,
-            as simulated ranks have that run at the same time.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class World:
         self._mark = mark()
         self.is_asked = False
         self.is_replay = False
-        self.shares_streams = False
         self.hints: dict[str, Callable[[BaseException], str | None]] = {}
 
     @property

@@ -295,8 +295,8 @@ class StepCounter:
         note: called with each new number.
         rows: where it notes what the rank did in each step.
         clock: nanoseconds in which the rank ran or waited.
-        shares_heap: whether other ranks of its process share the heap of Python.
-        takes_turns: whether its clock stands while it waits for its turn.
+        takes_turns: whether it is simulated: its clock stands while it waits for its turn, and it
+            shares the heap of Python with other ranks.
 
     Attributes:
         time: measures what the rank does.
@@ -308,11 +308,10 @@ class StepCounter:
         rows: StepRows | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
         *,
-        shares_heap: bool = False,
         takes_turns: bool = False,
     ) -> None:
         self._note = note
-        self.time = RankTime(rows, clock, shares_heap=shares_heap, takes_turns=takes_turns)
+        self.time = RankTime(rows, clock, takes_turns=takes_turns)
         self._is_measured = False
         self._first = 0
         self._number = 0

@@ -109,8 +109,8 @@ class RankTime:
     Args:
         rows: where each step goes.
         clock: nanoseconds in which the rank ran or waited.
-        shares_heap: whether other ranks of its process share the heap of Python.
-        takes_turns: whether its clock stands while it waits for its turn.
+        takes_turns: whether it is simulated: its clock stands while it waits for its turn, and it
+            shares the heap of Python with other ranks.
 
     Attributes:
         arrivals: when the rank came to its last collectives.
@@ -122,11 +122,10 @@ class RankTime:
         rows: StepRows | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
         *,
-        shares_heap: bool = False,
         takes_turns: bool = False,
     ) -> None:
         self.rows = StepRows.private() if rows is None else rows
-        self.collecting = Activity.PROCESSOR if shares_heap else Activity.COLLECTING
+        self.collecting = Activity.PROCESSOR if takes_turns else Activity.COLLECTING
         # Ranks that take turns are often ready while their clocks stand.
         self._least_idle_ns = (0, 0) if takes_turns else (_IDLE_NS, _IDLE_IN_COMMUNICATION_NS)
         self._clock = clock

@@ -27,7 +27,7 @@ from echelon.modules.sharded_tensor import ShardedParameter
 ParameterVersions = Sequence[tuple[int, int]]
 
 _version = attrgetter("_version")
-_no_modes = torch._C.DisableTorchFunction  # the modes of simulated ranks would only cost time here
+_no_modes = torch._C.DisableTorchFunction  # modes and subclasses would only cost time here
 
 
 class UnitState(Enum):

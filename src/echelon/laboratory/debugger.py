@@ -57,7 +57,7 @@ class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
     def let_others_come(self) -> None:
         """Let the other ranks run until each waits, or has come to a breakpoint of its own."""
         if self._thread_world is not None and self.stopped_rank is not None:
-            self._thread_world.order.pause(self.stopped_rank)
+            self._thread_world.order.yield_turn(self.stopped_rank)
 
     def break_here(self, frame: FrameType) -> bool:
         """Whether a line has a breakpoint; if so, the others have come where they wait."""
@@ -103,8 +103,7 @@ class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
             stack.enter_context(stopped_time())
             stack.enter_context(keeping_turn())
             if self._thread_world is not None and self.stopped_rank is not None:
-                stack.enter_context(self._thread_world.order.hold(self.stopped_rank))
-                stack.enter_context(_asking(self._thread_world.order))
+                stack.enter_context(_asking(self._thread_world.order, self.stopped_rank))
             host = current_host()
             host.enter(self)
             self.stdout = host.output()
@@ -147,8 +146,10 @@ class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
 
 
 @contextmanager
-def _asking(order: RankOrder) -> Iterator[None]:
-    """Refuse calls of groups that a user types in the body."""
+def _asking(order: RankOrder, rank: int) -> Iterator[None]:
+    """Refuse calls of groups that a user types in the body, which the rank has its turn in."""
+    with order.lock:
+        order.resume(rank)
     order.asking_thread = threading.get_ident()
     try:
         yield

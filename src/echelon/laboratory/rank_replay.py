@@ -149,7 +149,7 @@ class RankReplay:
             states = RandomStates.of(self._random, group.device, self._kept.run)
         except CheckpointCorrupt as error:
             raise BlackboxCorrupt(str(error), self._kept.run) from error
-        states.restore(group.device, shared=True)
+        states.restore(group.device)
         self._world.step = int(world_step)
 
 

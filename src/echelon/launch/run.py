@@ -14,8 +14,8 @@ import torch
 
 from echelon.checks import flag, integer, positive
 from echelon.comm.streams import has_devices, local_device
-from echelon.comm.threads.free_running import FreeRunning
 from echelon.comm.threads.group import ThreadGroup
+from echelon.comm.threads.rank_order import OneRank
 from echelon.comm.threads.rank_rules import OneQueue, RankRules, TaggedMessages
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
@@ -51,7 +51,6 @@ def run(
     args: Sequence[Any] = (),
     timeout: float = DEFAULT_TIMEOUT_S,
     device: str | torch.device = "cpu",
-    concurrent: bool = False,
     rules: str | None = None,
 ) -> list[Any]:
     """Call ``fn(world, *args)`` on every rank and return the results in rank order.
@@ -70,7 +69,6 @@ def run(
         timeout: seconds that a rank waits for others in one call before it raises. In turns, they
             are counted as if each rank had a core of its own.
         device: for threads, where all ranks live.
-        concurrent: let simulated ranks run at the same time, in any order.
         rules: ``"nccl"``: simulated ranks wait for one another as over NCCL, and what hangs there
             raises here (``docs/laboratory/nccl-rules.md``).
 
@@ -91,23 +89,17 @@ def run(
     if not isinstance(args, list | tuple):
         raise ArgumentError(f"args is {args!r:.80}; give a tuple of what fn takes after the world")
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
-    flag("concurrent", concurrent)
     fn, args = taking_world(fn, len(args)), tuple(args)
     if world == "threads":
-        order = FreeRunning(ranks) if concurrent else Turns(ranks)
-        thread_world = ThreadWorld(order, ranks, timeout, rank_rules(rules, ranks))
+        thread_world = ThreadWorld(Turns(ranks), ranks, timeout, rank_rules(rules, ranks))
         return _run_threads(fn, thread_world, args, usable_device(device))
     if world == "processes":
-        _refuse_for_processes(device, rules, concurrent=concurrent)
+        _refuse_for_processes(device, rules)
         return _run_processes(fn, ranks, args, timeout)
     raise ArgumentError(f"unknown world {world!r:.80}: use 'threads' or 'processes'")
 
 
-def _refuse_for_processes(
-    device: str | torch.device, rules: str | None, *, concurrent: bool
-) -> None:
-    if concurrent:
-        raise ArgumentError("concurrent is for simulated ranks; processes always are")
+def _refuse_for_processes(device: str | torch.device, rules: str | None) -> None:
     if rules is not None:
         raise ArgumentError(f"rules={rules!r:.80} is for simulated ranks: use world='threads'")
     if device not in ("cpu", torch.device("cpu")):
@@ -223,7 +215,7 @@ def init(
 
 
 def _alone(timeout: float, job: JobEnvironment | None) -> World:
-    thread_world = ThreadWorld(FreeRunning(1), 1, timeout)
+    thread_world = ThreadWorld(OneRank(), 1, timeout)
     group = ThreadGroup(thread_world, 0, [0], device=local_device(0))
     if job is None:
         return World(group, backend="single")

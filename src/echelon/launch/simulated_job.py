@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import CodeType
@@ -18,7 +17,7 @@ from echelon.diagnosis.held_up import verdict
 from echelon.diagnosis.step_rows import RankSteps
 from echelon.diagnosis.stuck_ranks import END
 from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQuit
-from echelon.launch.program import Program, threads_per_rank
+from echelon.launch.program import Program
 from echelon.launch.rank_lines import WholeLines, printing_as
 from echelon.launch.served_program import ALONE, has_torch_group
 from echelon.process import time_limits
@@ -40,29 +39,25 @@ def run_threads(
     timeout: float | None = None,
     *,
     tee: bool = False,
-    concurrent: bool = False,
     rules: str | None = None,
     run_ranks: Callable[..., object] | None = None,
 ) -> int:
     """Run ``program`` once for each of ``ranks`` threads; the exit code.
 
-    Each rank has its own ``__main__``, and its own modules of the program's folders unless they run
-    at the same time; other modules are shared.
+    Each rank has its own ``__main__``, and its own modules of the program's folders; other modules
+    are shared.
 
     Args:
         timeout: seconds that a rank waits for others in one call; None: as long as by default.
         tee: write the number of the rank before each line that it prints.
-        concurrent: run the ranks at the same time, and not in turns.
         rules: as of ``ec.run``.
-        run_ranks: takes the arguments of ``ec.run`` that this gives, and runs the ranks in turns.
+        run_ranks: takes the arguments of ``ec.run`` that this gives, and runs the ranks.
     """
-    if concurrent:  # they share the cores; torch reads it once
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     sys.path.insert(0, program.folder())
     raised: list[tuple[BaseException, FailureRecord]] = []
     times: list[tuple[int, RankTime]] = []
     try:
-        read = _reader(program, by_rank=not concurrent)
+        read = _reader(program)
     except (ArgumentError, SyntaxError, ValueError) as error:
         return _fail(error, raised, ranks)
     sys.argv = [program.name, *arguments]
@@ -72,16 +67,15 @@ def run_threads(
     from echelon.comm.world import DEFAULT_TIMEOUT_S
     from echelon.launch.run import run
 
-    # Those that run at the same time share the environment.
-    wanted = None if concurrent else timeout or timeout_wanted(os.environ)
+    wanted = timeout or timeout_wanted(os.environ)
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
     guard_exit(timeout)
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output, sys.stdout = sys.stdout, WholeLines(sys.stdout, tee)
     try:
         args = (read, raised, times, wanted)
-        with nullcontext() if concurrent else importing_for_themselves(program.folder()):
-            start = run_ranks or partial(run, concurrent=concurrent, rules=rules)
+        with importing_for_themselves(program.folder()):
+            start = run_ranks or partial(run, rules=rules)
             start(_rank_main, ranks, args=args, timeout=timeout)
     except BaseException as error:
         return _leave(_ending(error, raised, ranks), before)
@@ -94,9 +88,9 @@ def run_threads(
     return 0
 
 
-def _reader(program: Program, *, by_rank: bool) -> _Reader:
+def _reader(program: Program) -> _Reader:
     """What reads the program in each rank, which imports the packages of a module for itself."""
-    if program.is_module and by_rank:
+    if program.is_module:
         program.require_package()
         return program.read
     code, names = program.read()

@@ -10,9 +10,8 @@ from typing import Any, Self, final
 
 import torch
 
-from echelon.c10d.rank_limits import note_for, note_without_turns
+from echelon.c10d.rank_limits import note_for
 from echelon.c10d.rank_names import start_rank
-from echelon.comm.threads import rank_threads
 from echelon.comm.threads.blocking_calls import join_in_turn
 from echelon.comm.threads.debugger_watch import DebuggerWatch
 from echelon.comm.threads.exit_handlers import guarded_exit
@@ -44,7 +43,7 @@ class SimulatedRanks:
 
     Args:
         fn: called with the ``World`` of the rank, and ``args``.
-        thread_world: what the ranks share.
+        thread_world: what the ranks share; they take turns.
         args: further arguments.
         device: where all ranks live.
         enter: called by each rank with its world before ``fn``.
@@ -65,13 +64,15 @@ class SimulatedRanks:
     ) -> None:
         self.fn, self._world, self._args = fn, thread_world, args
         self._device, self._enter = device, enter
+        assert isinstance(thread_world.order, Turns)
+        self._turns = thread_world.order
         self.results: list[Any] = [None] * thread_world.size
         self.threads: list[threading.Thread] = []
         self._debuggers = DebuggerWatch()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(closing(self._world.order))
+        self._stack.enter_context(closing(self._turns))
         self._stack.enter_context(self._debuggers)
         return self
 
@@ -123,17 +124,16 @@ class SimulatedRanks:
         return [thread.name for thread in self.threads if thread.is_alive()]
 
     def _rank_main(self, rank: int) -> None:
-        world, order = self._world, self._world.order
+        world = self._world
         try:
             # Backward runs on the rank's own thread, or hooks of several ranks would queue behind
             # one another.
             with (
                 debugger_of_ranks.of_rank(),
-                order.of_rank(rank),
+                self._turns.of_rank(rank),
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 world.enter(rank)
-                rank_threads.enter(world, rank)
                 group = ThreadGroup(world, rank, range(world.size), device=self._device)
                 rank_world = World(
                     group,
@@ -141,13 +141,9 @@ class SimulatedRanks:
                     close=lambda error: _leave(world, rank, error),
                     steps=world.step_counter(rank),
                 )
-                rank_world.shares_streams = not isinstance(order, Turns)
                 self._enter(rank_world)
-                if isinstance(order, Turns):
-                    start_rank(group)
-                    rank_world.hints["simulated ranks"] = note_for
-                else:
-                    rank_world.hints["concurrent ranks"] = note_without_turns
+                start_rank(group)
+                rank_world.hints["simulated ranks"] = note_for
                 try:
                     self.results[rank] = call(self.fn, rank_world, self._args)
                     rank_world.close()
@@ -173,13 +169,15 @@ class SimulatedRanks:
             wait(alive[0], POLL_S)
             serve()
             self._debuggers.look()
-            world.order.watch()
+            self._turns.watch()
             signs = {
                 rank: world.exit_sign(rank, thread in alive) for rank, thread in enumerate(threads)
             }
-            error = world.long_turn_error()
+            error: CommTimeout | None = None
             if late := rule.late(signs):
                 error = world.stuck_rank_error(late)
+            elif (turn := self._turns.long_turn(world.timeout)) is not None:
+                error = world.long_turn_error(*turn)
             if error is not None:
                 names = ", ".join(threads[rank].name for rank in error.missing)
                 error.add_note(f"still running outside communication, and left behind: {names}")

@@ -4,6 +4,7 @@ In reading order::
 
     device           a processor with memory: its rates, as data with their sources
     cluster          hosts of devices, and the links inside of and between them
+    host_memory      the memory of a host beside its devices
     transformer      the sizes of a decoder, which parameters and operations follow from
     layout           how ranks share the model: the degree of each axis, and what is sharded
     software_stack   the constants of the software that trains, as data that a script has fitted
@@ -19,6 +20,7 @@ In reading order::
     memory_table     the peaks of a family
     layout_timer     the times of layouts, and a lower bound of a family
     simulated_step   the time of a step with the pipeline simulated on its action lists
+    action_order     the same with many different costs
     plan_search      the layouts that fit, and the fastest
     plan_options     a layout as the options of an ec.Plan
     refusal          a plan that does not fit: the rank, the moment and the bytes

@@ -1,7 +1,7 @@
 """A function of Python or torch that is replaced for a while.
 
-Several replace one function without knowing of each other, such as what measures backward and what
-gives ranks their random streams, and a user may do so, too. They come and go in any order.
+Several replace one function without knowing of each other, such as a hook of ours and that of a
+notebook, and a user may do so, too. They come and go in any order.
 """
 
 from __future__ import annotations

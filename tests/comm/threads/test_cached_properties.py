@@ -21,14 +21,13 @@ class Job:
         return value.item()
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_ranks_that_wait_for_each_other_in_a_cached_property_all_arrive(concurrent: bool) -> None:
+def test_ranks_that_wait_for_each_other_in_a_cached_property_all_arrive() -> None:
     def main(world: ec.World) -> tuple[float, float, int]:
         job = Job(world)
         return job.total, job.total, job.num_reads
 
     before = vars(cached_property)["__get__"]
-    results = ec.run(main, 3, concurrent=concurrent, timeout=10)
+    results = ec.run(main, 3, timeout=10)
     assert results == [(6.0, 6.0, 1)] * 3
     assert vars(cached_property)["__get__"] is before
 

@@ -97,8 +97,7 @@ class Slow(CallWatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_nobody_is_late_where_all_ranks_have_joined(concurrent: bool) -> None:
+def test_nobody_is_late_where_all_ranks_have_joined() -> None:
     def main(world: ec.World) -> list[float]:
         group, values = world.group, torch.ones(2)
         group.barrier()
@@ -107,4 +106,4 @@ def test_nobody_is_late_where_all_ranks_have_joined(concurrent: bool) -> None:
         group.all_reduce(values)
         return values.tolist()
 
-    assert ec.run(main, 2, timeout=0.5, concurrent=concurrent) == [[2, 2], [2, 2]]
+    assert ec.run(main, 2, timeout=0.5) == [[2, 2], [2, 2]]

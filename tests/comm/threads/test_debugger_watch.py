@@ -31,8 +31,7 @@ class SlowKeys(io.StringIO):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_a_rank_in_pdb_that_was_opened_by_hand_is_not_late(concurrent: bool) -> None:
+def test_a_rank_in_pdb_that_was_opened_by_hand_is_not_late() -> None:
     def main(world: ec.World) -> float:
         total = torch.ones(1)
         if world.rank == 1:
@@ -42,7 +41,7 @@ def test_a_rank_in_pdb_that_was_opened_by_hand_is_not_late(concurrent: bool) -> 
         world.group.all_reduce(total)
         return total.item()
 
-    assert ec.run(main, 3, timeout=0.6, concurrent=concurrent) == [4.0] * 3
+    assert ec.run(main, 3, timeout=0.6) == [4.0] * 3
 
 
 class Waiting(io.StringIO):

@@ -1,7 +1,5 @@
 """The default dtype of a simulated rank is its own."""
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ import echelon as ec
 RANKS = 4
 
 
-def test_each_rank_has_its_own_default_dtype(concurrent: bool) -> None:
+def test_each_rank_has_its_own_default_dtype() -> None:
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
 
     def main(world: ec.World) -> set[torch.dtype]:
@@ -28,18 +26,15 @@ def test_each_rank_has_its_own_default_dtype(concurrent: bool) -> None:
             torch.set_default_dtype(torch.float32)
         return seen
 
-    assert ec.run(main, RANKS, concurrent=concurrent) == [{dtype} for dtype in dtypes]
+    assert ec.run(main, RANKS) == [{dtype} for dtype in dtypes]
     torch.set_default_dtype(torch.float64)
     try:
-        assert (
-            ec.run(lambda world: torch.ones(1).dtype, 2, concurrent=concurrent)
-            == [torch.float64] * 2
-        )
+        assert ec.run(lambda world: torch.ones(1).dtype, 2) == [torch.float64] * 2
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_rank_may_wait_in_backward_while_another_sets_its_dtype(concurrent: bool) -> None:
+def test_a_rank_may_wait_in_backward_while_another_sets_its_dtype() -> None:
     def main(world: ec.World) -> None:
         def meet(gradient: Tensor) -> None:
             world.group.all_reduce(torch.ones(1))
@@ -53,38 +48,13 @@ def test_a_rank_may_wait_in_backward_while_another_sets_its_dtype(concurrent: bo
             world.group.all_reduce(torch.ones(1, dtype=torch.float32))
             torch.set_default_dtype(torch.float32)
 
-    ec.run(main, 2, timeout=20, concurrent=concurrent)
+    ec.run(main, 2, timeout=20)
 
 
-def test_a_default_dtype_that_is_none_is_refused_on_its_rank_only(concurrent: bool) -> None:
+def test_a_default_dtype_that_is_none_is_refused_on_its_rank_only() -> None:
     def main(world: ec.World) -> torch.dtype:
         with pytest.raises(TypeError, match="floating"):
             torch.set_default_dtype(torch.int64)
         return torch.ones(1).dtype
 
-    assert ec.run(main, 2, concurrent=concurrent) == [torch.float32] * 2
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_for_others_inside_one_call_of_torch_gets_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("echelon.comm.threads.default_dtype.PATIENCE_S", 0.2)
-    set_dtype = threading.Event()
-
-    def main(world: ec.World) -> None:
-        if world.rank:
-            set_dtype.wait(5)  # the other is inside of its call
-            torch.set_default_dtype(torch.float64)
-            return
-
-        def distance(a: Tensor, b: Tensor) -> Tensor:
-            set_dtype.set()
-            threading.Event().wait(1.0)
-            return (a - b).sum()
-
-        one = torch.ones(2, 2)
-        nn.functional.triplet_margin_with_distance_loss(one, one, one, distance_function=distance)
-
-    with pytest.raises(ec.errors.StateError, match="rank 1 sets torch's default dtype"):
-        ec.run(main, 2, concurrent=True)
+    assert ec.run(main, 2) == [torch.float32] * 2

@@ -1,6 +1,5 @@
 """Simulated ranks draw what a process of their own would draw, whatever the other ranks do."""
 
-import doctest
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ec
-from echelon.comm.threads import randomness
 
 RANKS = 4
 ROUNDS = 12
@@ -109,7 +107,7 @@ SCRIPTS = (numbers, weights, training, attention, recomputation, regradient, sta
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_each_rank_draws_what_one_process_with_its_seed_draws(
-    script: Callable[[], list[Tensor]], concurrent: bool
+    script: Callable[[], list[Tensor]],
 ) -> None:
     def alone(seed: int) -> list[Tensor]:
         with torch.random.fork_rng():
@@ -120,14 +118,15 @@ def test_each_rank_draws_what_one_process_with_its_seed_draws(
 
     def main(world: ec.World) -> list[Tensor]:
         torch.manual_seed(world.rank)
+        world.group.barrier()  # others seed, and draw, meanwhile
         return script()
 
-    for found, wanted in zip(ec.run(main, RANKS, concurrent=concurrent), expected, strict=True):
+    for found, wanted in zip(ec.run(main, RANKS), expected, strict=True):
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
 
 
-def test_ranks_that_take_turns_at_every_draw_do_not_disturb_each_other(concurrent: bool) -> None:
+def test_ranks_that_take_turns_at_every_draw_do_not_disturb_each_other() -> None:
     def main(world: ec.World) -> Tensor:
         torch.manual_seed(world.rank)
         drawn = []
@@ -136,13 +135,13 @@ def test_ranks_that_take_turns_at_every_draw_do_not_disturb_each_other(concurren
             drawn.append(torch.rand(2))
         return torch.cat(drawn)
 
-    for rank, found in enumerate(ec.run(main, RANKS, concurrent=concurrent)):
+    for rank, found in enumerate(ec.run(main, RANKS)):
         generator = torch.Generator().manual_seed(rank)
         expected = [torch.rand(2, generator=generator) for _ in range(ROUNDS)]
         assert torch.equal(found, torch.cat(expected))
 
 
-def test_one_seed_gives_one_model_on_all_ranks(concurrent: bool) -> None:
+def test_one_seed_gives_one_model_on_all_ranks() -> None:
     def main(world: ec.World) -> float:
         torch.manual_seed(0)
         weight = nn.Linear(50, 50).weight.detach().clone()
@@ -152,19 +151,19 @@ def test_one_seed_gives_one_model_on_all_ranks(concurrent: bool) -> None:
         assert torch.equal(least, largest)
         return weight.sum().item()
 
-    assert len(set(ec.run(main, 16, concurrent=concurrent))) == 1
+    assert len(set(ec.run(main, 16))) == 1
 
 
-def test_a_world_starts_from_the_callers_stream_and_leaves_it_alone(concurrent: bool) -> None:
+def test_a_world_starts_from_the_callers_stream_and_leaves_it_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    inside = ec.run(lambda world: torch.rand(3), 3, concurrent=concurrent)
+    inside = ec.run(lambda world: torch.rand(3), 3)
     assert all(torch.equal(found, expected) for found in inside)
     assert torch.equal(torch.rand(3), expected)  # the caller has not drawn yet
 
 
-def test_the_callers_generator_is_back_afterwards_also_after_a_failure(concurrent: bool) -> None:
+def test_the_callers_generator_is_back_afterwards_also_after_a_failure() -> None:
     before = torch.random.default_generator
 
     def fail(world: ec.World) -> None:
@@ -173,10 +172,6 @@ def test_the_callers_generator_is_back_afterwards_also_after_a_failure(concurren
 
     torch.manual_seed(11)
     with pytest.raises(KeyError):
-        ec.run(fail, 3, concurrent=concurrent)
+        ec.run(fail, 3)
     assert torch.random.default_generator is before
     assert torch.initial_seed() == 11
-
-
-def test_the_example_runs() -> None:
-    assert doctest.testmod(randomness).failed == 0

@@ -31,9 +31,7 @@ Run = Callable[..., Done]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Writes files and runs ``train.py`` of them on simulated ranks."""
 
-    def run_files(
-        files: dict[str, str], *, module: str | None = None, concurrent: bool = False
-    ) -> Done:
+    def run_files(files: dict[str, str], *, module: str | None = None) -> Done:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
@@ -41,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.setattr(sys, "argv", ["echelon"])
         monkeypatch.setattr(sys, "path", list(sys.path))
         program = Program(module or "train.py", module is not None)
-        code = run_threads(program, [], RANKS, 20.0, concurrent=concurrent)
+        code = run_threads(program, [], RANKS, 20.0)
         printed = capsys.readouterr()
         return Done(code, sorted(printed.out.splitlines()), printed.err)
 
@@ -187,14 +185,6 @@ def test_a_module_that_cannot_be_imported_twice_is_shared_by_choice(
     assert (done.code, done.errors) == (0, "")
     assert done.lines == [f"{rank} shared_operators" for rank in range(RANKS)]
     del sys.modules["shared_operators"]
-
-
-def test_ranks_that_run_at_the_same_time_share_modules(run: Run) -> None:
-    files = {"train.py": TRAIN, "groups_of_model.py": "def set_up(world): pass\nRANK = group = 7"}
-    done = run(files, concurrent=True)
-    assert (done.code, done.errors) == (0, "")
-    assert done.lines == [f"{rank} 7 7 True" for rank in range(RANKS)]
-    del sys.modules["groups_of_model"]
 
 
 @pytest.mark.parametrize(

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.threads.free_running import FreeRunning
-from echelon.comm.threads.rank_order import RankOrder, current_owner
+from echelon.comm.threads.rank_order import OneRank, RankOrder
+from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.turns import Turns
 
 
-@pytest.mark.parametrize("kind", [FreeRunning, Turns])
-def test_a_sleep_ends_when_its_time_is_up_and_when_it_is_woken(kind: type[RankOrder]) -> None:
-    order = kind(1)
-    with order.of_rank(0):
+def entered(order: RankOrder) -> AbstractContextManager[None]:
+    return order.of_rank(0) if isinstance(order, Turns) else nullcontext()
+
+
+@pytest.mark.parametrize("order", [OneRank(), Turns(1)], ids=["one rank", "turns"])
+def test_a_sleep_ends_when_its_time_is_up_and_when_another_thread_wakes_it(
+    order: RankOrder,
+) -> None:
+    def wake() -> None:
+        with order.lock:
+            order.wake(0, [sleeper])
+
+    with entered(order):
+        sleeper = threading.get_ident()
         with order.lock:
             start_s = time.monotonic()
             order.sleep(0, 0.05)
             order.resume(0)
-        assert 0.05 <= time.monotonic() - start_s < 5
-        order.pause(0)
-    order.close()
+            assert 0.05 <= time.monotonic() - start_s < 5
+            threading.Thread(target=wake).start()  # it waits for the lock
+            order.sleep(0, 20)
+            order.resume(0)
+        assert time.monotonic() - start_s < 10
+        order.yield_turn(0)
+    if isinstance(order, Turns):
+        order.close()
 
 
-def test_the_owner_of_the_state_is_known_on_the_threads_of_ranks_that_take_turns() -> None:
-    def main(world: ec.World) -> bool:
-        return current_owner() is not None
-
-    assert ec.run(main, 2) == [True, True]
-    assert ec.run(main, 2, concurrent=True) == [False, False]
-    assert current_owner() is None
+def test_a_rank_alone_has_the_clock_of_the_process_and_no_turn() -> None:
+    order = OneRank()
+    before = running_s()
+    first = order.clock(0)
+    order.advance_clock(0, before + 1000)
+    assert before <= first <= order.clock(0) < before + 500
+    assert not order.takes_turns
+    assert order.idle_s() == 0
+    assert not order.is_next(0)
+    assert order.not_running(0) is None
 
 
 @pytest.mark.slow

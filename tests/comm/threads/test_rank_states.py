@@ -48,31 +48,6 @@ def test_the_frame_of_a_rank_is_where_it_waits() -> None:
     assert ec.run(main, 2) == [True, True]
 
 
-def test_concurrent_ranks_that_run_are_not_said_to_be_stopped() -> None:
-    computing, may_end = threading.Event(), threading.Event()
-
-    def main(world: ec.World) -> list[str]:
-        if world.rank == 1:
-            computing.set()
-            assert may_end.wait(20)
-            world.group.barrier()
-            return []
-        assert computing.wait(20)
-        assert isinstance(world.group, ThreadGroup)
-        order = world.group.thread_world.order
-        with order.hold(0):
-            texts = [states(world)[1].doing]
-            may_end.set()
-            while not order.not_running(1):
-                time.sleep(0.001)
-            texts.append(states(world)[1].doing)
-        world.group.barrier()
-        return texts
-
-    texts = ec.run(main, 2, concurrent=True)[0]
-    assert texts == ["runs, or blocks outside of groups", "stopped before its next call"]
-
-
 @pytest.mark.slow
 def test_a_rank_that_has_failed_has_its_error_and_others_have_its_number() -> None:
     texts: list[str] = []

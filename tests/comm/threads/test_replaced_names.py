@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ import echelon as ec
 from echelon.comm.threads import process_state
 from echelon.comm.threads.process_state import OUTSIDE
 from echelon.comm.threads.replaced_names import Names, Place, register_replacements
+from tests.transformers_models import of_gpt2
 
 
 class Holder:
@@ -140,6 +143,92 @@ def test_a_function_of_layers_that_a_rank_replaces_over_a_wait_is_that_ranks_alo
     (first, _), (second, value) = ec.run(main, 2)
     assert (first, second, value) == (True, False, 0.0)
     assert nn.init.uniform_ is original
+
+
+def test_a_rank_that_replaces_a_function_twice_finds_its_own_in_between() -> None:
+    @contextmanager
+    def replaced(world: ec.World, value: float) -> Iterator[None]:
+        found = nn.init.kaiming_uniform_
+        nn.init.kaiming_uniform_ = lambda tensor, *_, **__: nn.init.constant_(tensor, value)
+        world.group.barrier()
+        try:
+            yield
+        finally:
+            nn.init.kaiming_uniform_ = found
+            world.group.barrier()
+
+    def main(world: ec.World) -> list[float]:
+        with replaced(world, world.rank + 2):
+            with replaced(world, 10 * world.rank + 10):
+                inner = nn.Linear(1, 1).weight.item()
+            outer = nn.Linear(1, 1).weight.item()
+        return [inner, outer, abs(nn.Linear(1, 1).weight.item()) <= 1]
+
+    assert ec.run(main, 4) == [[10 * rank + 10, rank + 2, True] for rank in range(4)]
+
+
+def test_what_ranks_have_replaced_is_as_before_when_they_have_ended() -> None:
+    library = pytest.importorskip("transformers")
+    from transformers import initialization, modeling_utils
+
+    places = [(torch.nn.init, name) for name in vars(torch.nn.init)]
+    places += [(torch, "get_default_dtype"), (torch, "set_default_dtype"), (torch, "linspace")]
+    places += [(initialization, name) for name in ("no_tie_weights", "no_init_weights")]
+    places += [(modeling_utils.PreTrainedModel, name) for name in ("tie_weights", "init_weights")]
+    before = [vars(place)[name] for place, name in places]
+
+    def main(world: ec.World) -> None:
+        with initialization.no_init_weights(), initialization.no_tie_weights():
+            world.group.barrier()
+            library.GPT2LMHeadModel(of_gpt2(width=8, layers=1))
+        torch.set_default_dtype(torch.float64)
+        torch.nn.init.ones_ = torch.nn.init.zeros_
+        torch.linspace = torch.zeros
+        world.group.barrier()
+
+    ec.run(main, 4)
+    assert [vars(place)[name] for place, name in places] == before
+    assert torch.get_default_dtype() == torch.float32
+
+
+LATE = """
+class Model:
+    kind = "whole"
+    parts = {"a": 1}
+"""
+
+
+def test_what_a_rank_replaces_in_a_module_that_it_has_just_imported_is_that_ranks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_late_by_ranks.py").write_text(LATE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = Names(
+        [
+            Place("imported_late_by_ranks", ("Model.kind",)),
+            Place("imported_late_by_ranks", ("Model.parts",), dict),
+        ]
+    )
+    remove = process_state.register_state("late", names.read, names.write, names.first_values)
+
+    def main(world: ec.World) -> tuple[str, list[str]]:
+        from imported_late_by_ranks import Model  # type: ignore[import-not-found]
+
+        if world.rank == 0:  # no other rank has begun yet
+            Model.kind = "nothing"
+            Model.parts["b"] = 2
+        seen = Model.kind, sorted(Model.parts)
+        world.group.barrier()
+        return seen
+
+    try:
+        for _ in range(2):  # in the second run the module is there before the ranks are
+            assert ec.run(main, 3) == [("nothing", ["a", "b"]), ("whole", ["a"]), ("whole", ["a"])]
+    finally:
+        OUTSIDE.load()
+        remove()
+        sys.modules.pop("imported_late_by_ranks", None)
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("echelon")]
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

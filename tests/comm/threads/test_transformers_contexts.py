@@ -73,15 +73,13 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_transformers_model_is_built_as_in_one_process(
-    architecture: str, concurrent: bool
-) -> None:
+def test_a_transformers_model_is_built_as_in_one_process(architecture: str) -> None:
     expected = [built(architecture, seed) for seed in range(BUILDS)]
 
     def main(world: ec.World) -> list[dict[str, Tensor]]:
         return [built(architecture, seed) for seed in range(BUILDS)]
 
-    for models in ec.run(main, RANKS, concurrent=concurrent):
+    for models in ec.run(main, RANKS):
         for model, wanted in zip(models, expected, strict=True):
             assert_same(model, wanted)
 
@@ -102,9 +100,7 @@ def test_twenty_runs_build_the_bits_of_one_process(architecture: str, ranks: int
 
 
 @pytest.mark.slow
-def test_ranks_load_and_build_models_of_several_dtypes_at_once(
-    tmp_path: Path, concurrent: bool
-) -> None:
+def test_ranks_load_and_build_models_of_several_dtypes_at_once(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers")
     config = of_llama("Llama", width=16, layers=1)
     library.LlamaForCausalLM(config).save_pretrained(tmp_path)
@@ -133,12 +129,12 @@ def test_ranks_load_and_build_models_of_several_dtypes_at_once(
     def main(world: ec.World) -> list[dict[str, Tensor]]:
         return [tasks[world.rank]() for _ in range(10)]
 
-    for rank, results in enumerate(ec.run(main, RANKS, concurrent=concurrent)):
+    for rank, results in enumerate(ec.run(main, RANKS)):
         for result in results:
             assert_same(result, expected[rank])
 
 
-def test_a_rank_that_skips_weights_leaves_those_of_the_others(concurrent: bool) -> None:
+def test_a_rank_that_skips_weights_leaves_those_of_the_others() -> None:
     pytest.importorskip("transformers")
     from transformers import initialization
 
@@ -157,7 +153,7 @@ def test_a_rank_that_skips_weights_leaves_those_of_the_others(concurrent: bool) 
             world.group.barrier()
         return model
 
-    skipped, *others = ec.run(main, RANKS, concurrent=concurrent)
+    skipped, *others = ec.run(main, RANKS)
     for model in others:
         assert_same(model, expected)
     name = "transformer.h.0.mlp.c_fc.weight"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.threads import rank_order
+from echelon.comm.threads import turns
 from echelon.comm.threads.blocking_calls import join_in_turn
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.thread_world import ThreadWorld
@@ -167,7 +167,7 @@ def test_a_rank_that_waits_is_not_woken_before_its_turn(
 ) -> None:
     waits: list[int] = []
     orders: list[Any] = []
-    wait_for = rank_order.wait_for
+    wait_for = turns.wait_for
 
     def counted(condition: threading.Condition, seconds: float | None = None) -> bool:
         waits.append(threading.get_ident())
@@ -178,7 +178,7 @@ def test_a_rank_that_waits_is_not_woken_before_its_turn(
         for _ in range(20):
             world.group.barrier()
 
-    monkeypatch.setattr(rank_order, "wait_for", counted)
+    monkeypatch.setattr(turns, "wait_for", counted)
     ec.run(main, ranks)
     assert 20 <= len(waits) <= orders[0]._turn
 
@@ -279,15 +279,6 @@ def test_a_world_inside_of_a_turn_keeps_the_state_of_its_rank() -> None:
         assert within == [after] * 2 == [torch.rand(1).item()] * 2
 
 
-def test_ranks_in_concurrent_worlds_run_at_the_same_time() -> None:
-    meeting = threading.Barrier(3)
-
-    def main(world: ec.World) -> int:
-        return meeting.wait(20)  # which is no call of the group
-
-    assert sorted(ec.run(main, 3, concurrent=True)) == [0, 1, 2]
-
-
 def test_ranks_that_wait_for_each_other_outside_of_groups_get_their_turns() -> None:
     meeting = threading.Barrier(3)
 
@@ -312,13 +303,6 @@ def test_an_import_is_no_race(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
         assert ec.run(main, RANKS) == [1] * RANKS
     finally:
         sys.modules.pop("imported_by_ranks", None)
-
-
-def test_what_is_asked_of_concurrent_is_checked() -> None:
-    with pytest.raises(ec.errors.ArgumentError, match="concurrent is for simulated ranks"):
-        ec.run(print, 2, "processes", concurrent=True)
-    with pytest.raises(ec.errors.ArgumentError, match="concurrent is 3"):
-        ec.run(print, 2, concurrent=3)  # type: ignore[arg-type]
 
 
 def test_a_rank_whose_world_was_left_before_its_first_turn_does_not_start() -> None:

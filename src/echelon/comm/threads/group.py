@@ -99,7 +99,7 @@ class ThreadGroup(Group):
 
     def _note_call(self, call: CollectiveCall) -> None:
         self._world.order.require_running(call)
-        require_of_rank(self._world, call)
+        require_of_rank(self._world.order, call)
         self._world.note(call)
 
     def _use_timeout(self, seconds: float) -> None:

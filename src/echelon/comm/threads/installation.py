@@ -15,17 +15,12 @@ class Installation:
     """A replacement that each rank installs when it starts, and that the last one removes.
 
     ``install`` is called for each rank, also if others run already. ``remove`` is called when the
-    last rank ends. Both calls hold ``lock``.
+    last rank ends.
     """
 
-    def __init__(
-        self,
-        install: Callable[[], None],
-        remove: Callable[[], None],
-        lock: threading.Lock | threading.RLock | None = None,
-    ) -> None:
+    def __init__(self, install: Callable[[], None], remove: Callable[[], None]) -> None:
         self._install, self._remove = install, remove
-        self._lock = lock or threading.Lock()
+        self._lock = threading.Lock()
         self._num_ranks = 0
 
     @classmethod
@@ -41,10 +36,6 @@ class Installation:
                 each.take_out()
 
         return cls(install, remove)
-
-    def __bool__(self) -> bool:
-        """Whether any rank runs."""
-        return self._num_ranks > 0
 
     @contextmanager
     def of_rank(self) -> Iterator[None]:

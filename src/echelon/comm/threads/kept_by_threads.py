@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.comm.threads.installation import Installation
-from echelon.comm.threads.rank_order import current_owner
+from echelon.comm.threads.rank_threads import this_rank
 from echelon.process.replacement import Replacement
 
 _NAME = "_kept_of_rank"
@@ -41,13 +41,13 @@ def kept(name: str) -> Any:
 
     A thread that is itself a rank has its own state, also where another rank has started it.
     """
-    if current_owner() is not None:
+    if this_rank() is not None:
         return None
     return vars(threading.current_thread()).get(_NAME, {}).get(name)
 
 
 def _start_and_keep(self: threading.Thread) -> None:
-    if current_owner() is not None:
+    if this_rank() is not None:
         vars(self)[_NAME] = {name: read() for name, read in _readers.items()}
     else:
         vars(self)[_NAME] = vars(threading.current_thread()).get(_NAME, {})

@@ -32,7 +32,7 @@ class Pending:
         self.absent = set(expected)  # those that have not joined
         self.complete = False
         self.error: Exception | None = None
-        self.came_s = 0.0  # when the last rank joined it, if ranks have clocks of their own
+        self.came_s = 0.0  # when the last rank joined it, if ranks take turns
 
     def raise_error(self) -> None:
         """Raise why it is complete without a result, with a traceback of its own for each rank."""

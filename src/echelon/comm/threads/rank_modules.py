@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, final
 
 from echelon.comm.threads.process_messages import messages_of_ranks
 from echelon.comm.threads.process_state import register_state
-from echelon.comm.threads.rank_order import current_owner
+from echelon.comm.threads.rank_threads import this_rank
 
 VARIABLE = "ECHELON_OWN_MODULES"
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -142,7 +142,7 @@ class ProgramModules(MetaPathFinder):
 
 def _at_first(saved: _Program) -> _Program:
     """What a rank begins with: of a rank that has started it, all modules; else none."""
-    names = saved.modules if current_owner() is not None else {_MAIN}
+    names = saved.modules if this_rank() is not None else {_MAIN}
     modules = {name: saved.modules[name] for name in names}
     return _Program(modules, {}, list(saved.arguments), list(saved.path))
 
@@ -155,8 +155,7 @@ def main_names(names: Mapping[str, Any]) -> dict[str, Any]:
     """
     main = ModuleType(_MAIN)
     vars(main).update({"__builtins__": builtins, **names})
-    if current_owner() is not None:  # ranks that run at the same time share sys.modules
-        sys.modules.update(dict.fromkeys(_MAINS, main))
+    sys.modules.update(dict.fromkeys(_MAINS, main))
     return vars(main)
 
 

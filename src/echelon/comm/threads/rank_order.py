@@ -1,8 +1,7 @@
-"""Which simulated ranks run, and how long each of them has waited: what all orders have in common.
+"""In which order the ranks of a world run: what the world asks of it, and the order of one rank.
 
-A world asks its order before a rank waits for others, and when its wait has ended. Ranks that take
-turns run one at a time (``turns``); concurrent ranks run whenever the machine lets them
-(``free_running``).
+A world asks before a rank waits for others, and when its wait has ended. Simulated ranks run one at
+a time (``turns``). A rank that is alone in its process takes no turns.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import ClassVar, final
 
 from echelon.comm.threads.process_state import wait_for
+from echelon.comm.threads.running_time import running_s
 from echelon.errors import StateError
 
 
 class RankOrder(ABC):
-    """When each simulated rank of a world runs.
+    """When each rank of a world runs.
 
     The caller of a method holds ``lock``, unless the method says otherwise.
 
@@ -26,13 +25,14 @@ class RankOrder(ABC):
         size: the number of ranks.
 
     Attributes:
-        has_clocks: whether each rank has a clock of its own.
+        takes_turns: whether ranks run one at a time; if not, ``resume`` and ``advance_clock`` do
+            nothing.
         lock: of the world.
         asking_thread: the thread whose debugger asks for a command, if one does.
         when_rank_runs: called by each rank on its thread before it goes on, with the lock.
     """
 
-    has_clocks = True
+    takes_turns: ClassVar[bool]
 
     def __init__(self, size: int) -> None:
         self.lock = threading.Lock()
@@ -52,10 +52,6 @@ class RankOrder(ABC):
             raise StateError(f"{call} needs other ranks, which are stopped: step over the line (n)")
 
     @abstractmethod
-    def of_rank(self, rank: int) -> AbstractContextManager[None]:
-        """Run the body as this rank, on the calling thread. Without the lock."""
-
-    @abstractmethod
     def sleep(self, rank: int, seconds: float) -> None:
         """Let others run until this rank is woken, or for some seconds at most."""
 
@@ -67,21 +63,13 @@ class RankOrder(ABC):
             overtake: do not wait long for a rank that does not hand on, since the world fails.
         """
 
-    def goes_on(self) -> bool:
-        """Whether ``resume`` and ``advance_clock`` would do nothing now. Needs no lock."""
-        return False
-
     @abstractmethod
     def wake(self, rank: int, threads: Iterable[int]) -> None:
         """These threads of a rank, which sleep, have what they wait for."""
 
     @abstractmethod
-    def pause(self, rank: int) -> None:
+    def yield_turn(self, rank: int) -> None:
         """Let others run before the rank asks again whether something is complete. Without lock."""
-
-    @abstractmethod
-    def hold(self, rank: int) -> AbstractContextManager[None]:
-        """Let no other rank run in the body, which this rank runs. Without the lock."""
 
     @final
     def hurry(self) -> None:
@@ -91,20 +79,12 @@ class RankOrder(ABC):
             wakeup.notify_all()
 
     @abstractmethod
-    def close(self) -> None:
-        """Leave the process as it was before ranks ran. Without the lock."""
-
-    @abstractmethod
     def clock(self, rank: int) -> float:
         """The seconds of a rank: as if each rank had a core of its own. Needs no lock."""
 
-    def clock_of(self, rank: int) -> Callable[[], int]:
-        """The clock of a rank in nanoseconds, which needs no lock."""
-        return lambda: int(1e9 * self.clock(rank))
-
     @abstractmethod
     def advance_clock(self, rank: int, seconds: float) -> None:
-        """Let the clock of the rank show at least ``seconds``, if it has one."""
+        """Let the clock of the rank show at least ``seconds``."""
 
     @abstractmethod
     def idle_s(self) -> float:
@@ -118,44 +98,49 @@ class RankOrder(ABC):
     def not_running(self, rank: int) -> str | None:
         """Why a rank does not run that waits for nobody; None if it does, or blocks by itself."""
 
-    @abstractmethod
-    def watch(self) -> None:
-        """Look whether a rank keeps others from running; called now and then, without the lock."""
-
-    @abstractmethod
-    def long_turn(self, seconds: float) -> tuple[int, list[int]] | None:
-        """The rank that has kept others from running for so long, and these others, if any."""
-
-    @final
-    def _doze(self, rank: int, seconds: float | None = None) -> bool:
-        """Release the lock until this rank is woken; whether it was before time was up."""
-        return wait_for(self._wakeups[rank], seconds)
-
 
 def do_nothing() -> None:
     """Unless a debugger has breakpoints."""
 
 
-_current = threading.local()  # .owner of what runs on a thread, and .take_back of its turn
+@final
+class OneRank(RankOrder):
+    """A rank that is alone in its process always runs; its threads may wait for one another."""
 
+    takes_turns = False
 
-def current_owner() -> Any:
-    """Whose state the calling thread has: that of a rank which takes turns, or None."""
-    return getattr(_current, "owner", None)
+    def __init__(self) -> None:
+        super().__init__(1)
 
+    def sleep(self, rank: int, seconds: float) -> None:
+        """Return when the rank is woken, or after some seconds."""
+        wait_for(self._wakeups[rank], seconds)
 
-def set_current_owner(owner: Any, take_back: Callable[[], None] | None = None) -> None:
-    """Say whose state the calling thread has from now on.
+    def resume(self, rank: int, *, overtake: bool = False) -> None:
+        """Return at once."""
 
-    Args:
-        owner: the state; None for a thread that is no rank.
-        take_back: what ``take_turn`` calls on this thread.
-    """
-    _current.owner, _current.take_back = owner, take_back
+    def wake(self, rank: int, threads: Iterable[int]) -> None:
+        """Wake all threads of the rank."""
+        self._wakeups[rank].notify_all()
 
+    def yield_turn(self, rank: int) -> None:
+        """Return at once: its threads run anyway."""
 
-def take_turn() -> None:
-    """Wait for the turn of the rank on the calling thread, if it was overtaken."""
-    take_back: Callable[[], None] | None = getattr(_current, "take_back", None)
-    if take_back is not None:
-        take_back()
+    def clock(self, rank: int) -> float:
+        """The clock of the process."""
+        return running_s()
+
+    def advance_clock(self, rank: int, seconds: float) -> None:
+        """Change nothing: nobody has another clock."""
+
+    def idle_s(self) -> float:
+        """Nothing: the clock always runs."""
+        return 0.0
+
+    def is_next(self, rank: int) -> bool:
+        """Never."""
+        return False
+
+    def not_running(self, rank: int) -> str | None:
+        """None."""
+        return None

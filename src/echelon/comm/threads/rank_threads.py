@@ -1,33 +1,74 @@
-"""Whose thread the calling thread is, so that a rank does not act for another by mistake.
+"""Which simulated rank the calling thread is, so that no rank acts for another by mistake.
 
 A group knows its rank, and an installed library that keeps one in a global gives it to all ranks.
+This is the one place in which a thread finds its rank.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
 
+from echelon.comm.threads.process_state import StateOwner
+from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import StateError
 
-_of_thread = threading.local()  # .world and .rank of the rank that has begun on it
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankThread:
+    """A simulated rank, as its thread finds it.
+
+    Attributes:
+        rank: in the job.
+        order: of the ranks of its world.
+        state: what it has for itself of the process.
+        resume: waits for its turn, if it was overtaken.
+    """
+
+    rank: int
+    order: RankOrder
+    state: StateOwner
+    resume: Callable[[], None]
 
 
-def enter(world: object, rank: int) -> None:
-    """Record that the calling thread is that of a rank of a world."""
-    _of_thread.world, _of_thread.rank = world, rank
+_here = threading.local()  # .rank
 
 
-def require_of_rank(world: object, call: CollectiveCall) -> None:
+def this_rank() -> RankThread | None:
+    """The rank that the calling thread is; None for a thread that is no simulated rank."""
+    return getattr(_here, "rank", None)
+
+
+def set_this_rank(rank: RankThread | None) -> None:
+    """Say which rank the calling thread is from now on."""
+    _here.rank = rank
+
+
+def resume_if_overtaken() -> None:
+    """Wait for the turn of the rank on the calling thread, if it was overtaken."""
+    rank: RankThread | None = getattr(_here, "rank", None)
+    if rank is not None:
+        rank.resume()
+
+
+def require_of_rank(order: RankOrder, call: CollectiveCall) -> None:
     """Refuse a call of a world that the thread of another rank of this world makes.
+
+    Args:
+        order: of the ranks of the world.
 
     Raises:
         StateError: it does. Other threads may be of any rank.
     """
-    if getattr(_of_thread, "world", None) is not world or _of_thread.rank == call.rank:
+    here: RankThread | None = getattr(_here, "rank", None)  # without a call: each call asks
+    if here is None or here.order is not order or here.rank == call.rank:
         return
     raise StateError(
-        f"rank {_of_thread.rank} calls {call} on the group of rank {call.rank}. Simulated ranks "
+        f"rank {here.rank} calls {call} on the group of rank {call.rank}. Simulated ranks "
         "share the globals of installed modules, and one of these seems to keep the group: pass "
         "the group to each call, or set ECHELON_OWN_MODULES to the name of the module"
     )

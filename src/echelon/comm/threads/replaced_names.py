@@ -2,26 +2,34 @@
 
 Libraries replace some for a while, such as functions of ``torch.nn.init``; others mean something
 else to ranks. They are read at each turn, and written only where the next rank has other values.
+
+[Note: the end of an import]
+A rank may import a module, replace an attribute of it, and hand on before any other rank has seen
+the module. What the others find then is what was there when the import ended, so it is read then.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from itertools import chain, groupby
 from operator import itemgetter
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, final
 
 import torch
 
+from echelon.comm.threads.installation import Installation
 from echelon.comm.threads.process_state import register_state
 
 Values = tuple[Any, ...]
 
-# An attribute: its holder, the values of that by their names, its name, and ``first`` of its place.
-# A plain tuple, because those of a class of its own take far longer to unpack.
-_Attribute = tuple[Any, Any, str, Callable[[Any], Any]]
+# An attribute: its holder, the values of that by their names, its name, ``first`` of its place, and
+# what was there at first. A plain tuple, because those of a class take far longer to unpack.
+_Attribute = tuple[Any, Any, str, Callable[[Any], Any], Any]
 
 _MISSING = object()  # stands for a value that a rank does not have, or for one that is not there
 
@@ -46,19 +54,29 @@ class Place(NamedTuple):
     reason: str = ""
 
 
-def _imported(name: str) -> Any:
-    """A module, once its import has ended: before, it may lack some of its attributes."""
+def _imported(name: str, complete: ModuleType | None) -> Any:
+    """A module, once its import has ended: before, it may lack some of its attributes.
+
+    Args:
+        complete: a module that has all of its attributes, although its import has not ended.
+    """
     module = sys.modules.get(name)
-    if module is None or getattr(module.__spec__, "_initializing", False):
+    if module is None or (
+        module is not complete and getattr(module.__spec__, "_initializing", False)
+    ):
         return None
     return module
 
 
-def _attributes(places: Iterable[Place]) -> Iterator[_Attribute]:
+def _attributes(
+    places: Iterable[Place], complete: ModuleType | None, before: Sequence[_Attribute]
+) -> Iterator[_Attribute]:
+    """Where the attributes are now; ``before`` is where they were."""
     by_holder: dict[int, Any] = {}  # ``vars`` of a class is another object each time
     absent: dict[str, Any] = {}
+    known = iter(before)
     for place in places:
-        root = _imported(place.holder) if isinstance(place.holder, str) else place.holder
+        root = _imported(place.holder, complete) if isinstance(place.holder, str) else place.holder
         for path in place.names:
             *holders, name = path.split(".")
             holder = root
@@ -68,7 +86,12 @@ def _attributes(places: Iterable[Place]) -> Iterator[_Attribute]:
             if name not in values:
                 absent[name] = _MISSING
                 values = absent
-            yield holder, values, name, place.first
+            of_holder, *_, at_first = next(known, (None, _MISSING))
+            if of_holder is not holder or at_first is _MISSING:
+                at_first = values[name]
+                if isinstance(at_first, dict):  # which ranks change in place
+                    at_first = copy(at_first)
+            yield holder, values, name, place.first, at_first
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], Iterable[Any]]:
@@ -103,15 +126,18 @@ class Names:
         self._are_compared = all(each.first is _same for each in self._places)
         self._seen: list[Any] = []  # what was read or written last, by holder
         self._latest: Values = ()
+        self._attributes: list[_Attribute] = []
         self._look()
+        for name in self._awaited:
+            _awaiting.setdefault(name, []).append(self._look)
 
-    def _look(self) -> None:
-        """Look where the attributes are now."""
-        self._modules = list(map(_imported, self._awaited))
-        self._attributes = list(_attributes(self._places))
-        neighbours = groupby(self._attributes, lambda each: id(each[1]))
-        runs = (list(each) for _, each in neighbours)
-        self._gets = [(_getter([name for _, _, name, _ in run]), run[0][1]) for run in runs]
+    def _look(self, complete: ModuleType | None = None) -> None:
+        """Look where the attributes are now; ``complete`` is a module whose import ends."""
+        modules = [_imported(name, complete) for name in self._awaited]
+        attributes = list(_attributes(self._places, complete, self._attributes))
+        runs = [list(run) for _, run in groupby(attributes, lambda each: id(each[1]))]
+        gets = [(_getter([name for _, _, name, *_ in run]), run[0][1]) for run in runs]
+        self._modules, self._attributes, self._gets = modules, attributes, gets
 
     def read(self) -> Values:
         """The values; if none is made for a rank, the same tuple as long as nothing has changed."""
@@ -124,12 +150,13 @@ class Names:
 
     def write(self, values: Values) -> None:
         """Assign the values that differ from what was there when they were last read."""
-        for (holder, attributes, name, first), value in zip(self._attributes, values, strict=True):
+        pairs = zip(self._attributes, values, strict=True)
+        for (holder, attributes, name, first, at_first), value in pairs:
             current = attributes[name]
             if current is value or current is _MISSING:
                 continue
             if value is _MISSING:  # the module was imported since these values were read
-                value = first(current)
+                value = first(at_first)
             if isinstance(attributes, dict):
                 attributes[name] = value
             else:
@@ -142,8 +169,48 @@ class Names:
         """What a rank finds at first whose caller has these values."""
         return tuple(
             value if value is _MISSING else first(value)
-            for (_, _, _, first), value in zip(self._attributes, values, strict=True)
+            for (_, _, _, first, _), value in zip(self._attributes, values, strict=True)
         )
+
+
+_awaiting: dict[str, list[Callable[[ModuleType], None]]] = {}  # who looks, by names of modules
+
+
+@final
+class _ImportEnds(MetaPathFinder):
+    """Has an awaited module looked at when its import ends; see [Note: the end of an import]."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The usual spec of an awaited module; of others, none."""
+        if name not in _awaiting:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_look(module: ModuleType) -> None:
+            execute(module)
+            for look in _awaiting[name]:
+                look(module)
+
+        spec.loader.exec_module = execute_and_look  # type: ignore[method-assign]
+        return spec
+
+
+_import_ends = _ImportEnds()
+
+
+def _watch() -> None:
+    if _import_ends not in sys.meta_path:  # behind finders that want to see what others find
+        place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0
+        sys.meta_path.insert(place, _import_ends)
+
+
+# Each rank enters ``of_rank`` of it.
+watching_imports = Installation(_watch, lambda: sys.meta_path.remove(_import_ends))
 
 
 def register_replacements(
@@ -176,6 +243,7 @@ def _initializers() -> Iterator[Place]:
     modules = [name for name in sys.modules if name.startswith("torch.nn.modules.")]
     for module in map(sys.modules.__getitem__, ["torch.nn.init", *modules]):
         yield Place(module, tuple(names & vars(module).keys()))
+    yield Place(torch, ("linspace",))  # which transformers replaces
 
 
 # Libraries replace these while they build a model, which may wait for other ranks.

@@ -86,9 +86,8 @@ class ThreadWorld:
         """Counts the steps of a rank, and measures them by the clock of the rank."""
         counter = StepCounter(
             self.sightings[rank].note_step,
-            clock=self.order.clock_of(rank),
-            shares_heap=True,
-            takes_turns=self.order.has_clocks,
+            clock=lambda: int(1e9 * self.order.clock(rank)),
+            takes_turns=self.order.takes_turns,
         )
         peers = self._step_rows
         peers[rank] = counter.time.rows
@@ -140,14 +139,10 @@ class ThreadWorld:
         """The error about ranks that still run long after others have left."""
         return error_of([self.sightings[rank].describe(rank) for rank in late], self.timeout)
 
-    def long_turn_error(self) -> CommTimeout | None:
+    def long_turn_error(self, rank: int, others: Sequence[int]) -> CommTimeout:
         """The error about a rank that has kept others from running for as long as a rank waits."""
+        doing = f"the turn of {ranks_text(others)}"
         with self.lock:
-            turn = self.order.long_turn(self.timeout)
-            if turn is None:
-                return None
-            rank, others = turn
-            doing = f"the turn of {ranks_text(others)}"
             return self._explained(CommTimeout(doing, [rank], self.timeout), others[0])
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -158,7 +153,7 @@ class ThreadWorld:
     def join(self, pending: Pending, call: CollectiveCall) -> None:
         """Record that a rank has joined ``pending``; needs the lock."""
         pending.absent.discard(call.rank)
-        if self.order.has_clocks:
+        if self.order.takes_turns:
             pending.came_s = max(pending.came_s, self.order.clock(call.rank))
 
     def open_communicator(
@@ -217,7 +212,7 @@ class ThreadWorld:
     def is_complete(self, pending: Pending, rank: int) -> bool:
         """Whether a wait of this rank for ``pending`` would return, or raise, at once."""
         if not pending.complete and self.failure is None:
-            self.order.pause(rank)  # so that others run while a rank polls in a loop
+            self.order.yield_turn(rank)  # so that others run while a rank polls in a loop
         return pending.complete or self.failure is not None
 
     def wait(
@@ -232,7 +227,7 @@ class ThreadWorld:
         overtake = True  # take the turn in any case, because the world fails
         if self._threads[rank].note():
             self._with_workers.add(rank)
-        if pending.complete and self.order.goes_on():
+        if pending.complete and not self.order.takes_turns:
             pending.raise_error()
             return
         with self.lock:
@@ -290,8 +285,7 @@ class ThreadWorld:
             if self._is_stuck(rank, wait):
                 self._declare_deadlock(rank)
                 continue
-            late = pending.absent if order.has_clocks else pending.absent and {rank}
-            latest_s = max(map(order.clock, late), default=start_s)
+            latest_s = max(map(order.clock, pending.absent), default=start_s)
             waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
             if waited_s < seconds:
                 left_s = seconds - waited_s

@@ -7,6 +7,17 @@ rank runs until it waits for others, and hands on to the next rank that can go o
     rank 1          F────all_reduce·                             ·──optimizer──
     rank 2                    F────all_reduce──optimizer──…   [1] the last to come goes on
 
+What happens to a rank::
+
+    take turn  wait until the turn is this rank's, and put its state into the process
+    hand on    give the turn to the next rank that wants one
+    sleep      hand on until another rank wakes this one, or time is up, and ``resume`` then
+    wake       let a rank that sleeps want a turn again
+    yield      hand on, and want a turn again at once
+    overtake   take the turn from a rank that does not hand on
+    hold       let no rank run while somebody looks at them
+    hurry      wait for no other rank long any more, since the world has failed
+
 Law: which rank runs next depends only on what the ranks have done, and not on clocks. The
 exceptions are limits of time, and ranks that block outside of groups.
 
@@ -35,17 +46,19 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
-from echelon.comm.threads import global_hooks, replaced_names  # noqa: F401  # register state
+from echelon.comm.threads import global_hooks  # noqa: F401  # registers state
 from echelon.comm.threads.blocking_calls import handing_on, renew_grace
 from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
-from echelon.comm.threads.process_state import OUTSIDE, StateOwner
-from echelon.comm.threads.rank_order import RankOrder, current_owner, set_current_owner
+from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
+from echelon.comm.threads.rank_order import RankOrder
+from echelon.comm.threads.rank_threads import RankThread, set_this_rank, this_rank
+from echelon.comm.threads.replaced_names import watching_imports
 from echelon.comm.threads.running_time import running_s
-from echelon.comm.threads.transformers_contexts import own_contexts
 from echelon.errors import StateError
 from echelon.process.operating_system import at_fork
 from echelon.process.process_status import others_work
@@ -59,11 +72,13 @@ _BUSY = 0.1  # the share of a core that a process uses at least if its rank does
 class Turns(RankOrder):
     """Ranks run one at a time, from one wait to the next."""
 
+    takes_turns = True
+
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._size = size
-        starter = current_owner() or OUTSIDE
-        self._starter: StateOwner = starter
+        here = this_rank()
+        self._starter = starter = OUTSIDE if here is None else here.state
         self._has_process = False  # whether this world holds the lock of the process
         self._holder: int | None = 0  # the rank whose turn it is
         self._running: int | None = None  # the holder, once its thread has noticed
@@ -97,22 +112,24 @@ class Turns(RankOrder):
         """
         with self.lock:
             self._threads[rank] = threading.get_ident()
-            self._take(rank)
+            self._take_turn(rank)
             was_left = self._closed  # so the process has the state of the caller again
-        set_current_owner(self._owners[rank], lambda: self._take_back(rank))
+        set_this_rank(
+            RankThread(rank, self, self._owners[rank], partial(self._resume_if_overtaken, rank))
+        )
         try:
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
             with (
-                own_contexts(),
                 without_locks.of_rank(),
+                watching_imports.of_rank(),
                 keeping_threads.of_rank(),
                 own_loggers.of_rank(),
                 handing_on(lambda: self._blocked(rank)),
             ):
                 yield
         finally:
-            set_current_owner(None)
+            set_this_rank(None)
             with self.lock:
                 self._threads[rank] = 0
                 self._stop_clock(rank)
@@ -138,7 +155,7 @@ class Turns(RankOrder):
         if self._has_turn(rank):
             self._stop_clock(rank)
             self._hand_on(rank)
-        self._doze(rank, seconds)
+        wait_for(self._wakeups[rank], seconds)
 
     def resume(self, rank: int, *, overtake: bool = False) -> None:
         """Return when it is the turn of the rank, unless this is another one of its threads."""
@@ -147,7 +164,7 @@ class Turns(RankOrder):
         renew_grace()
         was_overtaken = rank in self._overtaken and not self._in_a_hurry
         self._stop_clock(rank)
-        self._take_again(rank, overtake=overtake)
+        self._take_next_turn(rank, overtake=overtake)
         if was_overtaken:
             warnings.warn(
                 f"rank {rank} was blocked for {BLOCKED_S:g} s outside of echelon's calls, so other "
@@ -157,7 +174,7 @@ class Turns(RankOrder):
                 stacklevel=2,
             )
 
-    def _take_back(self, rank: int) -> None:
+    def _resume_if_overtaken(self, rank: int) -> None:
         if rank in self._overtaken:
             with self.lock:
                 self.resume(rank)
@@ -173,21 +190,14 @@ class Turns(RankOrder):
                 if self._holder is None:
                     self._hand_on(rank)
 
-    def pause(self, rank: int) -> None:
+    def yield_turn(self, rank: int) -> None:
         """Let all others that want have their turns."""
         with self.lock:
             if self._has_turn(rank) and self._wanting:
                 self._stop_clock(rank)
                 self._wanting.add(rank)
                 self._hand_on(rank)
-                self._take_again(rank)
-
-    @contextmanager
-    def hold(self, rank: int) -> Iterator[None]:
-        """Let no other rank run in the body: this one has its turn, and no clock counts it."""
-        with self.lock:
-            self.resume(rank)
-        yield
+                self._take_next_turn(rank)
 
     @contextmanager
     def _blocked(self, rank: int) -> Iterator[None]:
@@ -202,7 +212,7 @@ class Turns(RankOrder):
             if hands_on:
                 with self.lock:
                     self._stop_clock(rank)
-                    self._take_again(rank)
+                    self._take_next_turn(rank)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -301,7 +311,7 @@ class Turns(RankOrder):
             self._release_process()
         self._wakeups[self._holder].notify_all()
 
-    def _take(self, rank: int, *, overtake: bool = False) -> None:
+    def _take_turn(self, rank: int, *, overtake: bool = False) -> None:
         """Wait for the turn of the rank, and put its state into the process."""
         while True:
             if self._holder is None:
@@ -315,7 +325,7 @@ class Turns(RankOrder):
             self._wanting.add(rank)
             turn = self._turn
             overtake = overtake or self._in_a_hurry
-            woken = self._doze(rank, OVERTAKE_S if overtake else None)
+            woken = wait_for(self._wakeups[rank], OVERTAKE_S if overtake else None)
             if overtake and not woken and self._turn == turn and not self._num_held:
                 self._overtake(rank)
         self._running, self._turn_since_s = rank, self._now_s()
@@ -325,13 +335,13 @@ class Turns(RankOrder):
             self._owners[rank].load()
         self.when_rank_runs()
 
-    def _take_again(self, rank: int, *, overtake: bool = False) -> None:
+    def _take_next_turn(self, rank: int, *, overtake: bool = False) -> None:
         """Wait for the next turn of the rank, which must not go on with the state of the caller.
 
         Raises:
             StateError: the world was left while the rank had no turn.
         """
-        self._take(rank, overtake=overtake)
+        self._take_turn(rank, overtake=overtake)
         if self._closed:
             raise StateError(f"rank {rank} does not go on, because its world was left meanwhile")
 
@@ -360,7 +370,10 @@ class Turns(RankOrder):
         self._starter.lock.release(self)
 
     def watch(self) -> None:
-        """Let others run if the rank whose turn it is has blocked for ``BLOCKED_S``."""
+        """Let others run if the rank whose turn it is has blocked for ``BLOCKED_S``.
+
+        Called now and then, without the lock.
+        """
         with self.lock:
             now, processor_s = self._now_s(), time.process_time()
             turn, seen_s, seen_processor_s = self._looked
@@ -373,16 +386,20 @@ class Turns(RankOrder):
                 self._looked = (self._turn, now, processor_s)
 
     def long_turn(self, seconds: float) -> tuple[int, list[int]] | None:
-        """The rank that has run for so long, and those that wait for their turns meanwhile."""
-        rank = self._running
-        if rank is None or not self._wanting or self._now_s() - self._turn_since_s < seconds:
-            return None
-        return rank, sorted(self._wanting)
+        """The rank that has run for so long, and those that wait for their turns meanwhile.
+
+        Called now and then, without the lock.
+        """
+        with self.lock:
+            rank = self._running
+            if rank is None or not self._wanting or self._now_s() - self._turn_since_s < seconds:
+                return None
+            return rank, sorted(self._wanting)
 
 
 def _after_fork() -> None:
     """A forked child is no simulated rank: its one thread runs alone, with the state it has."""
-    set_current_owner(None)
+    set_this_rank(None)
 
 
 at_fork(after_in_child=_after_fork)

@@ -5,7 +5,6 @@ Each pass takes a schedule and returns a new one; the computations keep their or
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -364,9 +363,7 @@ def _next_uses(order: Sequence[Item]) -> list[tuple[int, ...]]:
     return uses[::-1]
 
 
-_lock = threading.Lock()
-
-
+@lru_cache(maxsize=16)
 def lower_once(
     schedule: Schedule,
     *,
@@ -375,19 +372,7 @@ def lower_once(
     reduce: bool,
     in_order: bool,
 ) -> Schedule:
-    """``lower``, done once for all simulated ranks, which call this at the same time."""
-    with _lock:
-        return _lower(schedule, gather, window_nbytes, reduce, in_order)
-
-
-@lru_cache(maxsize=16)
-def _lower(
-    schedule: Schedule,
-    gather: tuple[int, ...] | None,
-    window_nbytes: int | None,
-    reduce: bool,
-    in_order: bool,
-) -> Schedule:
+    """``lower``, done once for all simulated ranks."""
     return lower(
         schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce, in_order=in_order
     )
