@@ -4,6 +4,7 @@ import itertools
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -291,62 +292,114 @@ def test_windows_do_not_reach_peers_as_over_nccl() -> None:
 # --- programs by chance ---------------------------------------------------------------------------
 
 _Message = tuple[str, int]  # "send" or "recv", and the peer
+_Launch = tuple[str, Any]  # "one" message, a "batch" of them, or a "collective" of a group
+SIZE = 3
 
 
-def draw(seed: int) -> list[list[_Message]]:
-    """The messages of three ranks, in an order by chance; every send has its receive."""
+def draw(seed: int) -> list[list[_Launch]]:
+    """What three ranks launch, in an order by chance; every operation has its other side."""
     chance = random.Random(seed)
-    lists: list[list[_Message]] = [[], [], []]
-    for _ in range(chance.randint(1, 5)):
-        src, dst = chance.sample(range(3), 2)
-        for rank, message in ((src, ("send", dst)), (dst, ("recv", src))):
+    lists: list[list[_Launch]] = [[] for _ in range(SIZE)]
+
+    def put(rank: int, *launches: _Launch) -> None:
+        for launch in launches:
             place = len(lists[rank])
-            if chance.random() < 0.4:
+            if chance.random() < 0.35:
                 place = chance.randint(0, place)
-            lists[rank].insert(place, message)
+            lists[rank].insert(place, launch)
+
+    for _ in range(chance.randint(2, 5)):
+        kind = chance.choice(["one", "one", "batch", "mixed", "ring", "collective"])
+        src, dst = chance.sample(range(SIZE), 2)
+        count = chance.randint(1, 3)
+        if kind == "one":
+            put(src, ("one", [("send", dst)]))
+            put(dst, ("one", [("recv", src)]))
+        elif kind == "batch":
+            put(src, ("batch", [*[("send", dst)] * count, ("recv", dst)]))
+            put(dst, *[("batch", [("recv", src)])] * count, ("batch", [("send", src)]))
+        elif kind == "mixed":
+            put(src, ("batch", [("send", dst)]))
+            put(dst, (chance.choice(["one", "batch", "batch"]), [("recv", src)]))
+        else:
+            group = chance.randrange(2)
+            for rank in range(SIZE):
+                around = [("send", (rank + 1) % SIZE), ("recv", (rank - 1) % SIZE)]
+                put(rank, ("batch", around) if kind == "ring" else (kind, group))
     return lists
 
 
-def ends_with_one_queue(lists: list[list[_Message]]) -> bool:
-    """Whether the heads of the lists can be taken off, two that match at a time."""
-    lists = [list(messages) for messages in lists]
-    has_moved = True
-    while has_moved and any(lists):
-        has_moved = False
-        for src, dst in itertools.permutations(range(3), 2):
-            if lists[src][:1] == [("send", dst)] and lists[dst][:1] == [("recv", src)]:
-                del lists[src][0], lists[dst][0]
-                has_moved = True
-    return not any(lists)
+def operations_of(lists: list[list[_Launch]]) -> list[list[list[tuple[Any, ...]]]]:
+    """By rank and launch, the names of its operations, which all their ranks give them."""
+    counts: Counter[tuple[Any, ...]] = Counter()
 
-
-def post(world: World, lists: list[list[_Message]]) -> None:
-    """Issue the messages of this rank, whose pairs are warm, and then wait for all."""
-    for first, second in itertools.combinations(range(3), 2):
-        if world.rank == first:
-            world.group.send(torch.ones(1), second)
-        elif world.rank == second:
-            world.group.recv(torch.empty(1), first)
-    works: list[Any] = []
-    for op, peer in lists[world.rank]:
-        if op == "send":
-            works.append(world.group.isend(torch.ones(1), peer))
+    def name(rank: int, kind: str, side: Any) -> tuple[Any, ...]:
+        if kind == "collective":
+            ranks: tuple[int, ...] = tuple(range(SIZE))
         else:
-            works.append(world.group.irecv(torch.empty(1), peer))
+            ranks = (rank, side[1]) if side[0] == "send" else (side[1], rank)
+        key = rank, kind, side, ranks
+        counts[key] += 1
+        return kind, side if kind == "collective" else None, ranks, counts[key]
+
+    return [
+        [[name(rank, kind, side) for side in (what if kind != "collective" else [what])]
+         for kind, what in launches]
+        for rank, launches in enumerate(lists)
+    ]  # fmt: skip
+
+
+def ends_with_one_queue(lists: list[list[_Launch]]) -> bool:
+    """Whether all can be taken from the heads of the lists that is at the head of each of its."""
+    queues, has_moved = operations_of(lists), True
+    while has_moved:
+        has_moved = False
+        for queue in queues:
+            for operation in list(queue[0]) if queue else []:
+                heads = [queues[rank][0] for rank in operation[2] if queues[rank]]
+                if len(heads) == len(operation[2]) and all(operation in head for head in heads):
+                    for head in heads:
+                        head.remove(operation)
+                    has_moved = True
+            while queue and not queue[0]:
+                queue.pop(0)
+                has_moved = True
+    return not any(queues)
+
+
+def post(lists: list[list[_Launch]]) -> None:
+    """Launch what this rank has, when all communicators are there, and then wait for all."""
+    dist.init_process_group("gloo")
+    rank, groups = dist.get_rank(), [dist.new_group(), dist.new_group()]
+    for group in (None, *groups):
+        dist.all_reduce(torch.ones(1), group=group)
+    for pair in itertools.combinations(range(SIZE), 2):
+        if rank in pair:
+            (dist.recv if rank == pair[1] else dist.send)(torch.ones(1), sum(pair) - rank)
+    functions, works = {"send": dist.isend, "recv": dist.irecv}, []
+    for kind, what in lists[rank]:
+        if kind == "collective":
+            works.append(dist.all_reduce(torch.ones(1), group=groups[what], async_op=True))
+            continue
+        messages = [dist.P2POp(functions[op], torch.ones(1), peer) for op, peer in what]
+        if kind == "batch":
+            works += batch_isend_irecv(messages)
+        else:
+            works.append(messages[0].op(messages[0].tensor, messages[0].peer))
     for work in works:
         work.wait()
 
 
 def test_programs_by_chance_hang_if_and_only_if_their_queues_form_a_circle() -> None:
     verdicts = {True: 0, False: 0}
-    for seed in range(120):
+    for seed in range(80):
         lists = draw(seed)
         ends = ends_with_one_queue(lists)
         verdicts[ends] += 1
-        ec.run(post, 3, args=(lists,))
+        ec.run(post, SIZE, args=(lists,))
         if ends:
-            ec.run(post, 3, args=(lists,), rules="nccl")
+            ec.run(post, SIZE, args=(lists,), rules="nccl")
         else:
             with pytest.raises(ec.DeadlockError):
-                ec.run(post, 3, args=(lists,), rules="nccl")
+                ec.run(post, SIZE, args=(lists,), rules="nccl")
     assert min(verdicts.values()) >= 20

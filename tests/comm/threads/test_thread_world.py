@@ -198,3 +198,40 @@ def test_an_answer_from_another_thread_of_a_waiting_rank_is_no_deadlock() -> Non
             world.group.send(one(), 0)
 
     ec.run(main, 2)
+
+
+@pytest.mark.parametrize("rules", [None, "nccl"])
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_ranks_that_ask_in_a_loop_for_what_never_comes_end_when_time_is_up(
+    rules: str | None, concurrent: bool
+) -> None:
+    def main(world: ec.World) -> None:
+        arrives = world.group.irecv(one(), 1 - world.rank)
+        while not arrives.done():
+            pass
+        arrives.wait()
+
+    start_s = time.perf_counter()
+    with pytest.raises(CommTimeout, match=r"recv float32\[1\].*waited 0\.3 s for rank"):
+        ec.run(main, 2, timeout=0.3, rules=rules, concurrent=concurrent)
+    assert time.perf_counter() - start_s < 30.0  # a busy machine; 0.5 s on an idle one
+
+
+def test_a_rank_may_ask_for_as_long_as_it_likes_while_ranks_communicate() -> None:
+    def main(world: ec.World) -> int:
+        steps, end_s = 0, time.monotonic() + 1.0
+        arrives = world.group.irecv(one(), 1, tag=7) if world.rank == 0 else None
+        while True:
+            steps += 1
+            goes_on = torch.tensor([time.monotonic() < end_s])
+            world.group.broadcast(goes_on, 0)
+            if not goes_on:
+                break
+            assert arrives is None or not arrives.done()
+        if world.rank == 1:
+            world.group.send(one(), 0, tag=7)
+        elif arrives is not None:
+            arrives.wait()
+        return steps
+
+    assert min(ec.run(main, 2, timeout=0.3)) > 1

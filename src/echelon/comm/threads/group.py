@@ -60,7 +60,7 @@ class _ThreadWork(Work):
         self._pending = pending
 
     def done(self) -> bool:
-        return self._world.is_complete(self._pending, self.call.rank)
+        return self._world.is_complete(self._pending, self.call, self._limit_s)
 
     def _wait(self, timeout: float | None) -> None:
         if not self._pending.complete:

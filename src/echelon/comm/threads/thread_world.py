@@ -27,6 +27,7 @@ from echelon.comm.threads.pending import (
 )
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
+from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.worker_threads import LOOK_S, WorkerThreads
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
@@ -67,6 +68,8 @@ class ThreadWorld:
         self.mail: dict[tuple[str, int, int, int], deque[PendingMessage]] = {}
         self.failure: tuple[int, BaseException] | None = None
         self._waits: list[dict[int, RankWait]] = [{} for _ in range(size)]  # by rank, by thread
+        self._num_events = 0  # calls and completions of all ranks
+        self._polls: dict[int, tuple[int, float]] = {}  # by rank: the events then, and since when
         self._gave_up: dict[int, Pending] = {}  # by rank whose last call timed out
         self._threads = [WorkerThreads() for _ in range(size)]
         self._with_workers: set[int] = set()  # ranks that communicate from several threads
@@ -97,6 +100,7 @@ class ThreadWorld:
     def note(self, call: CollectiveCall) -> None:
         """Record the last call of a rank."""
         self.sightings[call.rank].call = call
+        self._num_events += 1
         if self._gave_up:
             self._gave_up.pop(call.rank, None)
 
@@ -200,6 +204,7 @@ class ThreadWorld:
         """Wake the ranks that wait for ``pending``; what can be carried out now."""
         with self.lock:
             pending.complete = True
+            self._num_events += 1
             for rank in pending.expected:
                 waits = self._waits[rank]
                 threads = [t for t, wait in waits.items() if wait.pending is pending]
@@ -209,11 +214,27 @@ class ThreadWorld:
                     self.order.wake(rank, threads)
             return self.rules.completed(pending)
 
-    def is_complete(self, pending: Pending, rank: int) -> bool:
-        """Whether a wait of this rank for ``pending`` would return, or raise, at once."""
+    def is_complete(self, pending: Pending, call: CollectiveCall, limit_s: float) -> bool:
+        """Whether a wait for ``pending`` would return, or raise, at once.
+
+        A rank that asks for longer than it may wait, while no rank calls or completes anything,
+        fails as if it had waited.
+        """
         if not pending.complete and self.failure is None:
-            self.order.yield_turn(rank)  # so that others run while a rank polls in a loop
+            self.order.yield_turn(call.rank)  # so that others run while a rank polls in a loop
+            if not pending.complete:
+                self._note_poll(pending, call, limit_s)
         return pending.complete or self.failure is not None
+
+    def _note_poll(self, pending: Pending, call: CollectiveCall, limit_s: float) -> None:
+        rank, now_s = call.rank, running_s()
+        num_events, since_s = self._polls.get(rank, (-1, now_s))
+        if num_events != self._num_events:
+            self._polls[rank] = (self._num_events, now_s)
+        elif now_s - since_s > limit_s:
+            with self.lock:
+                error = CommTimeout(str(call), self._late(pending), limit_s, self._others(rank))
+                self._fail(rank, self._explained(error, rank))
 
     def wait(
         self, pending: Pending, call: CollectiveCall, timeout: float | None, limit_s: float
