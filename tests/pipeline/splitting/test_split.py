@@ -55,6 +55,68 @@ def test_stages_train_as_the_model_does(world: str, ranks: int) -> None:
     run_world(world, each, ranks, (checks,))
 
 
+class _Alone(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x.tanh(),)
+
+
+class _First(nn.Module):
+    """Takes a tuple as one argument, and would take its second entry for an option."""
+
+    def forward(self, values: tuple[Tensor, ...], flip: object = None) -> Tensor:
+        return values[0] if flip is None else -values[0]
+
+
+class _InLayers(nn.Module):
+    """The same with layers that take a tuple as positional arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.sum = nn.LSTM(4, 3, batch_first=True), _Sum()
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [self.lstm, self.sum]
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.sum(*self.lstm(x))
+        return output
+
+
+class _Sum(nn.Module):
+    def forward(self, output: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+        return output[:, -1] + state[1][-1]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+def test_a_layer_of_a_sequential_takes_a_tuple_as_one_argument_wherever_the_cut_is(
+    stages: int,
+) -> None:
+    layers = (nn.LSTM(4, 3, batch_first=True), nn.Identity(), _First(), _Alone(), _First())
+    model, x = nn.Sequential(*layers), torch.randn(6, 5, 4)
+
+    def main(world: World) -> Tensor:
+        # The state of an LSTM has its rows in dim 1, so a microbatch has all rows of the batch.
+        pipe = ec.Pipeline(split(copy.deepcopy(model), world.size), world.group, microbatches=1)
+        output: Tensor = pipe(x, outputs_everywhere=True)
+        return output
+
+    value: Any = x
+    for stage in split(model, stages):
+        value = stage(*value) if isinstance(value, tuple) else stage(value)
+    assert torch.equal(value, model(x))
+    for output in ec.run(main, stages):
+        torch.testing.assert_close(output, model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_layer_of_pipeline_layers_takes_a_tuple_as_positional_arguments(stages: int) -> None:
+    model, x = _InLayers(), torch.randn(6, 5, 4)
+    value: Any = x
+    for stage in split(model, stages):
+        value = stage(*value) if isinstance(value, tuple) else stage(value)
+    assert torch.equal(value, model(x))
+
+
 def test_several_stages_on_a_rank_train_as_the_model_does() -> None:
     options = {"schedule": "zb-v", "chunks": 2, "microbatches": 5}
     run_world("threads", steps_like(seeded(Decoder), pipeline=options), 2)

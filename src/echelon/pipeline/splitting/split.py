@@ -36,7 +36,8 @@ def split(
     """Cut a model into stages whose slowest is as fast as possible. Nothing is traced.
 
     A model is cut between its layers: those that its method ``pipeline_layers()`` returns, of
-    which each takes what the one before gave; else the children of an ``nn.Sequential``; else the
+    which each takes what the one before gave, and a tuple as positional arguments; else the
+    children of an ``nn.Sequential``, which take a tuple as one argument, as there; else the
     blocks of a Llama, Mistral, Mixtral, Qwen 2 or 3 or GPT-2 of ``transformers``, also with
     adapters of ``peft``; else the blocks of its longest ``nn.ModuleList``, where every stage runs
     the model's own ``forward``.
@@ -107,9 +108,9 @@ def blocks_of(
     layers = getattr(module, "pipeline_layers", None)
     blocks: Blocks
     if callable(layers):
-        blocks = SequentialBlocks(module, layers())
+        blocks = SequentialBlocks(module, layers(), spread_tuples=True)
     elif isinstance(module, nn.Sequential):
-        blocks = SequentialBlocks(module, list(module.children()))
+        blocks = SequentialBlocks(module, list(module.children()), spread_tuples=False)
     elif (known := huggingface.find_known(module)) is not None:
         path, inner = known
         blocks = huggingface.CausalLMBlocks(inner, path)
@@ -119,7 +120,8 @@ def blocks_of(
         raise ArgumentError(
             f"{type(module).__name__} is no nn.Sequential and has no nn.ModuleList of blocks: "
             "give it a method pipeline_layers() that returns its layers in order, each of "
-            "which takes what the one before gave, or give ec.Pipeline a list of stages"
+            "which takes what the one before gave (of a tuple, as positional arguments), or give "
+            "ec.Pipeline a list of stages"
         )
     for name, option in (("prefix", prefix), ("suffix", suffix)):
         if option is not None:

@@ -113,10 +113,20 @@ class Blocks(ABC):
 
 @final
 class SequentialBlocks(Blocks):
-    """Layers that each take the output of the previous one; a tuple has positional arguments."""
+    """Layers that each take the output of the previous one.
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    Args:
+        model: that has the layers.
+        layers: in order.
+        spread_tuples: whether a tuple is the positional arguments of the next layer; else it is one
+            argument, as in an ``nn.Sequential``.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], *, spread_tuples: bool
+    ) -> None:
         self.modules = list(layers)
+        self._spread_tuples = spread_tuples
         self._names = _names_of(model, layers)
 
     @property
@@ -129,21 +139,27 @@ class SequentialBlocks(Blocks):
         layers = self.modules[start:stop]
         named = zip(self._names[start:stop], layers, strict=True)
         modules = {name: layer for name, layer in named if name is not None}
-        return Submodule(_Sequence(layers), modules)
+        is_last = stop == self.num_blocks
+        body = _Sequence(layers, spread_tuples=self._spread_tuples, is_last=is_last)
+        return Submodule(body, modules)
 
 
 @final
 class _Sequence(nn.Module):
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], *, spread_tuples: bool, is_last: bool) -> None:
         super().__init__()
+        self.spread_tuples, self.is_last = spread_tuples, is_last
         self.layers = nn.ModuleList(layers)
         self.training = all(layer.training for layer in layers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        value: Any = args
+        output: Any = args
         for layer in self.layers:
-            value = layer(*value if isinstance(value, tuple) else (value,), **kwargs)
-        return value
+            output = layer(*args, **kwargs)
+            spread = self.spread_tuples and isinstance(output, tuple)
+            args = output if spread else (output,)
+        # A tuple is the arguments of the next stage: one that is a single argument is inside one.
+        return args if isinstance(output, tuple) and not self.is_last else output
 
 
 def _names_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]:
