@@ -222,7 +222,7 @@ WRONG = [
     (adds_penalties_of_modules, "reads blocks.0.penalty, which another stage has"),
     (reads_ahead, "reads blocks.3.penalty, which another stage has"),
     (reads_what_is_not_there_yet, "reads blocks.0.later, which another stage has"),
-    (hooks_the_inside_of_blocks, "looks at what blocks.[02].linear returns, which another stage"),
+    (hooks_the_inside_of_blocks, "hooks blocks.[02].linear, which another stage has"),
     (reads_with_a_default, "reads blocks.0.scale, which another stage has"),
     (goes_on_without_a_value, r"__float__\(\) depends on"),
 ]
@@ -296,6 +296,26 @@ def test_what_blocks_store_and_models_read_is_right_or_refused(ranks: int) -> No
             sentences.append(str(error))
     assert 5 < len(sentences) < 35
     assert all(".number, which another stage has" in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "direction", ["forward_pre", "forward", "full_backward_pre", "full_backward"]
+)
+def test_a_hook_that_nobody_would_call_is_refused(direction: str, inside: bool) -> None:
+    def way(model: Model, x: Tensor) -> Tensor:
+        module = model.blocks[3].linear if inside else model.blocks[3]
+        getattr(module, f"register_{direction}_hook")(lambda *args: None).remove()
+        return in_order(model, x)
+
+    stages = split(build(way, Block), 2)
+    if not inside and direction.startswith("forward"):
+        assert set(stages[0](rows(0, 3, WIDTH))) >= {"block", "outputs"}
+        return
+    with pytest.raises(
+        ec.UnsupportedError, match=r"hooks blocks\.3(\.linear)?, which another stage"
+    ):
+        stages[0](rows(0, 3, WIDTH))
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda stage: pickle.loads(pickle.dumps(stage))])

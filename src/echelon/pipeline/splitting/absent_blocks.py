@@ -243,13 +243,17 @@ def _absent_class(cls: Any) -> type[nn.Module]:
                 calls.read(f"{name}.{local}")
         return cls.__getattribute__(self, local)
 
-    def register_forward_hook(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name, _, calls = vars(self)["_absent"]
-        if "forward" not in vars(self):  # it is in a block, and nobody calls it
-            raise calls.problems.needs_values(
-                f"the model looks at what {name} returns, which another stage has"
-            )
-        return cls.register_forward_hook(self, *args, **kwargs)
+    def refusing(register: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name, _, calls = vars(self)["_absent"]
+            is_called = "forward" in vars(self)  # a block itself, and not what is in it
+            if not is_called or "backward" in register:
+                raise calls.problems.needs_values(
+                    f"the model hooks {name}, which another stage has"
+                )
+            return getattr(cls, register)(self, *args, **kwargs)
+
+        return method
 
     def __reduce_ex__(self: nn.Module, protocol: object) -> Any:
         return _new_absent, (cls,), self.__dict__  # no other process finds this class by its name
@@ -257,12 +261,19 @@ def _absent_class(cls: Any) -> type[nn.Module]:
     members: dict[str, Any] = {
         "__getattribute__": __getattribute__,
         "__reduce_ex__": __reduce_ex__,
-        "register_forward_hook": register_forward_hook,
         "__module__": cls.__module__,
+        **{register: refusing(register) for register in _REGISTERS},
     }
     return type(cls.__name__, (cls,), members)
 
 
+# Nobody would call such a hook.
+_REGISTERS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
 _NOBODY = "", frozenset[str](), None
 
 
