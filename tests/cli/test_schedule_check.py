@@ -1,4 +1,4 @@
-"""echelon schedule check: verdicts, exit codes, files, and mistakes."""
+"""echelon schedule check: verdicts, exit codes, and mistakes."""
 
 from pathlib import Path
 
@@ -41,13 +41,6 @@ def test_a_rule_alone_decides_the_code(tmp_path) -> None:
 
 def test_a_dash_reads_the_standard_input() -> None:
     assert call("-", text=GUILTY)[0] == 1
-
-
-def test_files_have_the_circle(tmp_path) -> None:
-    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
-    assert call(write(tmp_path, GUILTY), "--svg", svg, "--html", html)[0] == 1
-    assert svg.read_text().startswith("<svg")
-    assert "Circles of waits" in html.read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Rules, and the units that they make of a model."""
 
-import ast
 import copy
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import inspect
+import re
 
 import pytest
 import torch
@@ -128,25 +125,6 @@ def test_a_size_of_units_is_a_whole_number(size: object) -> None:
         ec.units.by_size(size)
 
 
-def test_no_two_threads_parse_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # CPython 3.11 raises SystemError then: "AST constructor recursion depth mismatch".
-    parse, inside, most = ast.parse, threading.Semaphore(4), []
-
-    def slowly(*args: Any, **kwargs: Any) -> ast.AST:
-        with inside:
-            most.append(4 - inside._value)
-            time.sleep(0.01)
-            return parse(*args, **kwargs)
-
-    monkeypatch.setattr(ast, "parse", slowly)
-    units._tree_of.cache_clear()
-    with ThreadPoolExecutor(4) as pool:
-        forwards = [kind.forward for kind in (nn.Linear, nn.LayerNorm, nn.ReLU, nn.Embedding)]
-        list(pool.map(units._tree_of, forwards))
-    assert len(most) == 4
-    assert set(most) == {1}
-
-
 # A module whose parameters the one around it uses itself is no unit ------------------------------
 
 RULES = {
@@ -182,51 +160,78 @@ def test_torchs_own_transformer_trains_in_units_of_any_rule(kind: str) -> None:
     run_world(kind, trains_and_evaluates, 2)
 
 
-class Shapes(nn.Module):
-    """Uses its children in every way that looks like another."""
+def uncalled_children() -> set[tuple[str, str]]:
+    """By the source of torch: classes that use tensors of a child which they never call."""
+    pairs = set()
+    for name, kind in vars(nn).items():
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            source = inspect.getsource(kind)
+            used = set(re.findall(r"self\.(\w+)\.(?:weight|bias)\b", source))
+            pairs |= {(name, child) for child in used if f"self.{child}(" not in source}
+    return pairs
+
+
+def test_the_modules_of_torch_that_never_call_a_child_are_in_the_table() -> None:
+    table = {(kind.rpartition(".")[2], child) for kind, child in units._NEVER_CALLED.items()}
+    assert {pair for pair in table if hasattr(nn, pair[0])} == uncalled_children()
+
+
+class Reads(nn.Module):
+    """Uses the parameters of a child, which it never calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.called, self.described, self.read = (nn.Linear(4, 4) for _ in range(3))
-        self.both, self.inner = nn.Linear(4, 4), nn.ModuleDict({"read": nn.Linear(4, 4)})
-        nn.init.zeros_(self.called.weight)
+        self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.called(x)
-        if isinstance(self.described.weight, nn.Parameter):
-            x = x.to(self.described.weight.dtype)
-        x = self.both(self.described(x)) + self.both.weight.sum()
-        return self._last(F.linear(x, self.read.weight, bias=self.read.bias))
-
-    def _last(self, x: Tensor) -> Tensor:
-        return x @ self.inner.read.weight
+        return self.called(F.linear(x, self.read.weight, self.read.bias))
 
 
-class Replaced(Shapes):
-    """Calls what its base only reads."""
-
-    def _last(self, x: Tensor) -> Tensor:
-        return self.inner.read(x)
+def reads() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Reads(), nn.Tanh(), Reads()).double()
 
 
-@pytest.mark.parametrize(
-    ("build", "left_out"), [(Shapes, {"read", "inner.read"}), (Replaced, {"read"})]
-)
-def test_what_is_called_is_a_unit_and_what_is_only_read_is_not(
-    build: type[Shapes], left_out: set[str]
+def trains_what_is_read(world: ec.World, least: int, layout: str) -> None:
+    plain = reads()
+    rule = ec.units.by_type(Reads) if least == 0 else ec.units.by_type(nn.Linear)
+    model = ec.FSDP(reads(), world.group, units=rule, min_num_params=least, layout=layout)
+    assert len(model.units) == (3 if least == 0 else 5)
+    for module, batch in (
+        (plain, torch.cat([rows(rank, 2, 4) for rank in range(2)])),
+        (model, rows(world.rank, 2, 4)),
+    ):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            module(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_states_close(model.state_dict(), plain.state_dict(), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("least", [0, 10**6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_trains_in_the_unit_around_it_or_replicated(
+    kind: str, least: int, layout: str
 ) -> None:
-    model = build()
+    run_world(kind, trains_what_is_read, 2, (least, layout))
+
+
+def reads_a_unit(world: ec.World, grad: bool) -> None:
     rule = ec.units.by_type(nn.Linear)
-    linear_names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert {plan.name for plan in plan_units(model, rule)} == {""} | (linear_names - left_out)
+    model = ec.FSDP(reads(), world.group, units=rule, min_num_params=0)
+    with torch.set_grad_enabled(grad):
+        model(rows(world.rank, 2, 4))
 
 
-def test_a_class_without_source_is_taken_as_it_is() -> None:
-    scope = {"nn": nn}
-    exec("class Made(nn.Module):\n    def forward(self, x): return x @ self.a.weight", scope)
-    model = scope["Made"]()
-    model.a = nn.Linear(2, 2)
-    assert [plan.name for plan in plan_units(model, ec.units.by_type(nn.Linear))] == ["", "a"]
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_unit_that_is_read_and_never_called_is_an_error_with_its_name(
+    kind: str, grad: bool
+) -> None:
+    with pytest.raises(ec.EchelonError, match=r"'?0\.read\.weight"):
+        run_world(kind, reads_a_unit, 2, (grad,))
 
 
 class Parameters(nn.Module):

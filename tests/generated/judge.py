@@ -135,6 +135,11 @@ ALLOWED: tuple[Allowed, ...] = (
         lambda case: has(case["model"], "recomputed:reentrant", "recomputes:reentrant"),
         "StateError of fsdp/hooks.py",
     ),
+    (
+        r"linear\(\) needs the whole tensor, and its argument is sharded: '[\w.]*\bused\.",
+        lambda case: has(case["model"], "parent"),
+        "docs/fsdp.md, How a unit is sharded: a module that is never called is no unit",
+    ),
 )
 
 

@@ -18,7 +18,6 @@ from tests.architecture.sources import (
 WITHOUT_TORCH = {
     "pipeline.splitting.partition",
     "pipeline.schedules.action_lists",
-    "pipeline.schedules.action_text",
     "pipeline.schedules.check",
     "pipeline.schedules.choose",
     "pipeline.schedules.controllable",

@@ -261,8 +261,6 @@ def _schedule_check(
     batched: Annotated[
         bool, typer.Option("--batched", help="Sends and receives in a row are one batch.")
     ] = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw the circles or the timeline here.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with all of it here.")] = None,
 ) -> None:
     """Say whether a pipeline schedule that anybody wrote is legal, and who waits for whom.
 
@@ -273,9 +271,7 @@ def _schedule_check(
     from echelon.errors import ArgumentError
 
     try:
-        raise typer.Exit(
-            schedule_check.show(file, rule, batched=batched, files={"svg": svg, "html": html})
-        )
+        raise typer.Exit(schedule_check.show(file, rule, batched=batched))
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
 

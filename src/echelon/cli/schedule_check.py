@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.cli.output import say
-from echelon.cli.schedule_command import write_files
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.action_file import read_file, read_stream
 from echelon.pipeline.schedules.judgement import USUAL_RULES, judge
 
 
-def show(
-    file: str, rules: Sequence[str] | None, *, batched: bool, files: Mapping[str, Path | None]
-) -> int:
-    """Print the verdict and write the files; returns 1 if the schedule is not legal."""
+def show(file: str, rules: Sequence[str] | None, *, batched: bool) -> int:
+    """Print the verdict; returns 1 if the schedule is not legal."""
     if file == "-":
         text = read_stream(sys.stdin.buffer, "the standard input")
     else:
@@ -26,6 +23,4 @@ def show(
     except ArgumentError as error:
         raise ArgumentError(f"{file}: {error}") from error
     say(str(verdict))
-    drawn = {"svg": verdict.to_svg, "html": verdict.to_page}
-    write_files(files, lambda form: drawn[form](), "the drawing")
     return 0 if verdict.is_legal else 1

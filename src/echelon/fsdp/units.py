@@ -6,24 +6,17 @@ one) is stored once, in the lowest unit that contains all of them.
 
 [Note: modules that are never called]
 ``nn.MultiheadAttention`` passes ``self.out_proj.weight`` to a function and never calls
-``self.out_proj``. Such a module cannot be a unit, because nothing would unshard it. The code of the
-module around it shows that: it reads ``self.child.param`` somewhere and calls ``self.child(...)``
-nowhere. Methods that set the module up are not counted, and neither are reads of a dtype or a
-shape. Containers without a forward, such as ``nn.ParameterList``, are never called either.
+``self.out_proj``. Such a module cannot be a unit, because nothing would unshard it. Those of torch
+are known here, and so are containers without a forward, such as ``nn.ParameterList``. In other
+modules, the line that uses a parameter of a unit which is not unsharded raises an error.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
-from types import CodeType, FunctionType
-from typing import NamedTuple, final
+from typing import final
 
 from torch import nn
 
@@ -230,29 +223,11 @@ def _lowest_common_unit(a: str, b: str, claimed: Collection[str]) -> str:
 
 # Modules that are never called: see the note -------------------------------------------------
 
-_SETS_UP = ("__init__", "_init", "init_", "reset_", "_reset", "tie_", "_tie")
-_DESCRIBES = {
-    "dtype",
-    "device",
-    "shape",
-    "size",
-    "dim",
-    "ndim",
-    "numel",
-    "requires_grad",
-    "is_cuda",
+# The child that a module of torch never calls, by its class.
+_NEVER_CALLED = {
+    "torch.nn.modules.activation.MultiheadAttention": "out_proj",
+    "torch.nn.modules.loss.LinearCrossEntropyLoss": "linear",  # since torch 2.13
 }
-# CPython 3.11 has one depth counter of the parser for all threads, and raises SystemError when two
-# threads parse at a time: https://github.com/python/cpython/issues/106905
-_parsing = threading.Lock()
-_ASKS = {"isinstance", "hasattr", "getattr", "id", "type"}
-
-
-class _Uses(NamedTuple):
-    """What the code of a class does with what lies below ``self``, as dotted paths."""
-
-    reads: frozenset[str]
-    calls: frozenset[str]
 
 
 def bypassed_modules(model: nn.Module) -> set[nn.Module]:
@@ -264,91 +239,14 @@ def bypassed_modules(model: nn.Module) -> set[nn.Module]:
         ['NonDynamicallyQuantizableLinear']
     """
     bypassed = {module for module in model.modules() if not _has_forward(module)}
-    names = frozenset(name for module in model.modules() for name in module._parameters)
     for module in model.modules():
-        kind: type = type(module)
-        uses = _uses_of(kind, names)
-        for path in uses.reads:
-            owner_path, _, local = path.rpartition(".")
-            owner = _below(module, owner_path)
-            if owner is not None and local in owner._parameters and owner_path not in uses.calls:
-                bypassed.add(owner)
+        for base in type(module).__mro__:
+            local = _NEVER_CALLED.get(f"{base.__module__}.{base.__qualname__}")
+            if local is not None:
+                bypassed.add(module.get_submodule(local))
     return bypassed
 
 
 def _has_forward(module: nn.Module) -> bool:
     """Whether a module can be called: containers such as ``nn.ParameterList`` cannot."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
-def _below(module: nn.Module, path: str) -> nn.Module | None:
-    """The submodule at a dotted path; None if there is none, or the path is empty."""
-    current: nn.Module | None = module if path else None
-    for name in path.split("."):
-        current = None if current is None else current._modules.get(name)
-    return current
-
-
-@cache
-def _uses_of(cls: type, names: frozenset[str]) -> _Uses:
-    """What the methods of a class and of its bases do; nothing where there is no source.
-
-    A class that mentions none of the ``names`` of parameters is not parsed.
-    """
-    reads: set[str] = set()
-    calls: set[str] = set()
-    methods: dict[str, FunctionType] = {}
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and not name.startswith(_SETS_UP):
-                methods.setdefault(name, value)  # that of the subclass comes first
-    if any(_mentions(inspect.unwrap(method).__code__, names) for method in methods.values()):
-        for method in methods.values():
-            for is_call, path in _paths(_tree_of(method)):
-                (calls if is_call else reads).add(path)
-    return _Uses(frozenset(reads), frozenset(calls))
-
-
-def _mentions(code: CodeType, names: frozenset[str]) -> bool:
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return not names.isdisjoint(code.co_names) or any(_mentions(code, names) for code in inner)
-
-
-@cache
-def _tree_of(method: FunctionType) -> ast.Module:
-    """The source of a method."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))
-        with _parsing:
-            return ast.parse(source)
-    except (OSError, TypeError, SyntaxError):  # made at run time, or from compiled code
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _paths(node: ast.AST) -> Iterator[tuple[bool, str]]:
-    """Each ``self.a.b`` that code reads, and whether it calls that."""
-    if isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Name) and node.func.id in _ASKS:
-            return
-        if (path := _path(node.func)) is not None:
-            yield True, path
-    elif isinstance(node, ast.Assert):
-        return
-    elif isinstance(node, ast.Attribute):
-        if node.attr in _DESCRIBES:
-            return
-        if isinstance(node.ctx, ast.Load) and (path := _path(node)) is not None:
-            yield False, path
-            return
-    for child in ast.iter_child_nodes(node):
-        yield from _paths(child)
-
-
-def _path(node: ast.expr) -> str | None:
-    """``a.b`` of ``self.a.b``."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    is_of_self = isinstance(node, ast.Name) and node.id == "self"
-    return ".".join(reversed(names)) if is_of_self and names else None

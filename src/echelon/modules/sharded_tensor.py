@@ -346,7 +346,8 @@ def refuse(
     sharding = sharding_of(parts_in((args, kwargs))[0])
     raise StateError(
         f"{name_of(func)}() {why}, and its argument is sharded: {sharding.describe()}. Use a "
-        "parameter inside of the forward of its unit, which is the module that the model calls, or "
-        "inside `with model.full_parameters():` (writeback=True to change it), which all ranks "
-        "enter; initialise with model.apply(fn); ec.local_shard(tensor) is this rank's part"
+        "parameter inside of the forward of its unit, which is the module that the model calls (a "
+        "module that it never calls shall be no unit), or inside `with model.full_parameters():` "
+        "(writeback=True to change it), which all ranks enter; initialise with model.apply(fn); "
+        "ec.local_shard(tensor) is this rank's part"
     )

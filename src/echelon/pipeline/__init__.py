@@ -2,7 +2,8 @@
 
 ``schedule`` or ``Schedule.from_csv`` → ``check`` → ``simulate`` and ``choose`` → ``lower``.
 ``judge`` says of a schedule that anybody wrote whether it can run.
-Of the names here ``split`` and the specs of chunks import torch when they are first used.
+Of the names here ``split`` and the specs of chunks import torch when they are first used, and
+nothing that trains imports ``judge``.
 
 ``schedules``             which rank does what in which order, as data without torch
 ``splitting``             cuts a model into stages
@@ -40,15 +41,15 @@ from echelon.pipeline.schedules.choose import Choice, choose
 from echelon.pipeline.schedules.dependencies import Channel
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import Action, Item, Kind, Pair, Schedule
-from echelon.pipeline.schedules.judgement import ScheduleVerdict, judge
 from echelon.pipeline.schedules.passes import lower
 from echelon.pipeline.schedules.render import to_page, to_svg, to_text
 from echelon.pipeline.schedules.simulate import Idle, Simulation, Step, Timeline, simulate
-from echelon.pipeline.schedules.waits import Wait, WaitCause, WaitRule
 from echelon.pipeline.splitting.partition import partition
 
 if TYPE_CHECKING:
     from echelon.pipeline.chunk_spec import Replicate, TensorChunkSpec
+    from echelon.pipeline.schedules.judgement import ScheduleVerdict, judge
+    from echelon.pipeline.schedules.waits import Wait, WaitCause, WaitRule
     from echelon.pipeline.splitting.split import split
 
 __all__ = [
@@ -84,10 +85,16 @@ __all__ = [
     "to_text",
 ]
 
-# Those that need torch, and where they live: in no module of the same name, which would hide them.
+# Those that few programs need, or that need torch, and where they live: in no module of the same
+# name, which would hide them.
 _LATE = {
     "Replicate": "echelon.pipeline.chunk_spec",
+    "ScheduleVerdict": "echelon.pipeline.schedules.judgement",
     "TensorChunkSpec": "echelon.pipeline.chunk_spec",
+    "Wait": "echelon.pipeline.schedules.waits",
+    "WaitCause": "echelon.pipeline.schedules.waits",
+    "WaitRule": "echelon.pipeline.schedules.waits",
+    "judge": "echelon.pipeline.schedules.judgement",
     "split": "echelon.pipeline.splitting.split",
 }
 

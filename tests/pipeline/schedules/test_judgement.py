@@ -70,3 +70,20 @@ def test_the_printed_order_of_1f1b_of_pytorch_is_named_as_incomplete() -> None:
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ArgumentError, match="there is no rule 'magic'"):
         judge(POSTED, ["magic"])
+
+
+GUILTY = "[... 0SendF1, 2RecvF0, 2F0]\n[... 1SendF0, 1RecvF1, 1F1]"
+
+
+def test_the_circle_is_drawn_with_both_ranks_and_places() -> None:
+    text = str(judge(GUILTY, ["blocking"]))
+    assert "NOT LEGAL: rank 0 at 0SEND_F1, rank 1 at 1SEND_F0" in text
+    assert "rank 0 │ 0SEND_F1 2RECV_F0 2F0" in text
+    assert "┌─▶ rank 0 waits at 0SEND_F1 (line 1, column 6)" in text
+
+
+def test_of_long_lists_what_is_near_the_circle_is_drawn() -> None:
+    rows = [f"[..., {', '.join(f'{r}F{i}' for i in range(3, 13))}, " for r in (0, 1)]
+    text = f"{rows[0]}0SEND_F2, 2RECV_F0, 2F0]\n{rows[1]}1SEND_F0, 1RECV_F2, 1F2]"
+    drawn = str(judge(text, ["blocking"]))
+    assert "rank 0 │ … 0F11 0F12 0SEND_F2 2RECV_F0 2F0\n" in drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
         y = x + torch.tanh(self.linear(x) * self.scale)
-        self.penalty = y.square().mean()
+        self.penalty = self.later = y.square().mean()
         return y if beside is None else y + 0.5 * beside
 
 
@@ -124,6 +125,26 @@ def adds_penalties_of_modules(model: Model, x: Tensor) -> Tensor:
     return x + sum(module.penalty for module in model.modules() if isinstance(module, Block))
 
 
+def reads_ahead(model: Model, x: Tensor) -> Tensor:
+    return in_order(model, x * (1 + torch.as_tensor(model.blocks[3].penalty).detach()))
+
+
+def reads_what_is_not_there_yet(model: Model, x: Tensor) -> Tensor:
+    return in_order(model, x) * getattr(model.blocks[0], "later", 1.0)
+
+
+def hooks_the_inside_of_blocks(model: Model, x: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    hooks = [
+        block.linear.register_forward_hook(lambda module, args, output: kept.append(output))
+        for block in model.blocks
+    ]
+    x = in_order(model, x)
+    for hook in hooks:
+        hook.remove()
+    return x + sum(output.square().mean() for output in kept)
+
+
 def reads_with_a_default(model: Model, x: Tensor) -> Tensor:
     x = in_order(model, x)
     try:
@@ -199,6 +220,9 @@ WRONG = [
     (first_last, "calls block 0, which a stage before this one has"),
     (adds_penalties, "reads blocks.0.penalty, which another stage has"),
     (adds_penalties_of_modules, "reads blocks.0.penalty, which another stage has"),
+    (reads_ahead, "reads blocks.3.penalty, which another stage has"),
+    (reads_what_is_not_there_yet, "reads blocks.0.later, which another stage has"),
+    (hooks_the_inside_of_blocks, "hooks blocks.[02].linear, which another stage has"),
     (reads_with_a_default, "reads blocks.0.scale, which another stage has"),
     (goes_on_without_a_value, r"__float__\(\) depends on"),
 ]
@@ -210,6 +234,88 @@ WRONG = [
 def test_what_no_stage_could_compute_is_named(way, sentence) -> None:
     with pytest.raises(ec.StageError, match=sentence):
         ec.run(trains_in_stages, 2, args=(way, Block, False))
+
+
+class Counts(Block):
+    """Stores a number in the forwards that ``when`` has."""
+
+    when: frozenset[int] = frozenset()
+    number = 1.0
+
+    def forward(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        self.calls = getattr(self, "calls", -1) + 1
+        if self.calls in self.when:
+            self.number = self.calls + 2.0
+        return x + torch.tanh(self.linear(x) * self.scale)
+
+
+def reads_numbers(places: list[tuple[int, int]]) -> Way:
+    """Multiplies by the number of a block before another one; 4 is behind all."""
+
+    def way(model: Model, x: Tensor) -> Tensor:
+        for i in range(5):
+            for place, index in places:
+                if place == i:
+                    x = x * model.blocks[index].number
+            x = model.blocks[i](x) if i < 4 else x
+        return x
+
+    return way
+
+
+def drawn_numbers(world: ec.World, seed: int) -> None:
+    """Train drawn stages, which compute what one process does or refuse to."""
+    draw = random.Random(seed)
+    places = [(draw.randrange(5), draw.randrange(4)) for _ in range(draw.randint(1, 2))]
+    stores = {i: draw.choice([(), (), (), (0,), (1,), (3,)]) for i in range(4)}
+
+    def numbered() -> Model:
+        model = build(reads_numbers(places), Counts)
+        for i, block in enumerate(model.blocks):
+            block.when = frozenset(stores[i])
+        return model
+
+    plain = numbered()
+    pipe = ec.Pipeline(split(numbered(), world.size), world.group, microbatches=2, loss_fn=mse)
+    for step in range(3):
+        x, y = rows(0, 8, WIDTH, step=step), rows(1, 8, WIDTH, step=step)
+        parts = zip(x.chunk(2), y.chunk(2), strict=True)
+        expected = sum(mse(plain(part), z) / 2 for part, z in parts)
+        loss = pipe.step(x, target=y, loss_everywhere=True)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_blocks_store_and_models_read_is_right_or_refused(ranks: int) -> None:
+    sentences = []
+    for seed in range(40):
+        try:
+            ec.run(drawn_numbers, ranks, args=(seed,))
+        except ec.StageError as error:
+            sentences.append(str(error))
+    assert 5 < len(sentences) < 35
+    assert all(".number, which another stage has" in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "direction", ["forward_pre", "forward", "full_backward_pre", "full_backward"]
+)
+def test_a_hook_that_nobody_would_call_is_refused(direction: str, inside: bool) -> None:
+    def way(model: Model, x: Tensor) -> Tensor:
+        module = model.blocks[3].linear if inside else model.blocks[3]
+        getattr(module, f"register_{direction}_hook")(lambda *args: None).remove()
+        return in_order(model, x)
+
+    stages = split(build(way, Block), 2)
+    if not inside and direction.startswith("forward"):
+        assert set(stages[0](rows(0, 3, WIDTH))) >= {"block", "outputs"}
+        return
+    with pytest.raises(
+        ec.UnsupportedError, match=r"hooks blocks\.3(\.linear)?, which another stage"
+    ):
+        stages[0](rows(0, 3, WIDTH))
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda stage: pickle.loads(pickle.dumps(stage))])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StageError
-from echelon.pipeline.splitting.module_list import find_module_list
+from echelon.pipeline.splitting.module_list import find_module_list, names_around
 from echelon.pipeline.splitting.split import split
 from tests.pipeline.split_models import Decoder, step_like_the_whole
 from tests.worlds import run_world
@@ -39,6 +39,38 @@ def test_the_longest_list_is_cut_and_the_choice_between_two_is_refused() -> None
 def test_a_prefix_that_does_not_fit_is_refused(prefix: list[str], sentence: str) -> None:
     with pytest.raises(ArgumentError, match=sentence):
         split(Decoder(2), 1, prefix=prefix)
+
+
+class Table(nn.Module):
+    """A buffer that is not saved, as tables of positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+class Nested(nn.Module):
+    """Has its blocks in a child, with modules on both sides at both levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.decoder = nn.Module()
+        self.decoder.scale = nn.Parameter(torch.ones(4))
+        self.decoder.dropout = nn.Dropout()
+        self.decoder.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.decoder.norm = nn.LayerNorm(4)
+        self.decoder.rotary = Table()
+        self.head = nn.Linear(4, 2)
+        self.statistics = nn.BatchNorm1d(2, affine=False)
+
+
+def test_names_are_on_the_side_on_which_they_are_registered() -> None:
+    around = names_around(Nested(), "decoder.blocks")
+    assert around.before == ["embed", "decoder.scale", "decoder.dropout"]
+    assert around.after == ["decoder.norm", "decoder.rotary", "head", "statistics"]
+    # Statistics are saved, so that only one stage may have them.
+    assert around.tables == {"decoder.rotary"}
 
 
 class Leaky(Decoder):
@@ -93,4 +125,22 @@ def test_a_module_used_on_both_sides_may_be_named_on_both() -> None:
     model = Leaky("weight").double()
     del model.head, model.inner["norm"], model.inner["table"]
     options = {"prefix": ["scale", "inner.embed"], "suffix": ["inner.embed"]}
+    run_world("threads", step_like_the_whole, 2, (model, {}, options, {}))
+
+
+class Reordered(Decoder):
+    """Registers what runs after the blocks before them."""
+
+    def __init__(self) -> None:
+        super().__init__(3, tied=False)
+        head = self.__dict__["_modules"].pop("head")
+        self.__dict__["_modules"] = {"head": head, **self.__dict__["_modules"]}
+
+
+def test_a_wrong_order_of_registration_is_an_error_that_suffix_mends() -> None:
+    torch.manual_seed(0)
+    model = Reordered().double()
+    with pytest.raises(StageError, match=r"\['head.weight'\].* name them with prefix="):
+        run_world("threads", step_like_the_whole, 2, (model, {}, {}, {}))
+    options = {"suffix": ["head", "inner.norm"]}
     run_world("threads", step_like_the_whole, 2, (model, {}, options, {}))

@@ -12,11 +12,9 @@
 ``choose``        the best schedule for a size
 ``passes``        from computations to transfers, unshards and reductions
 ``render``        timelines as text, SVG and HTML
-``action_text``   the lists of ranks in text that anybody wrote, with lines and columns
-``action_lists``  the same as actions, and what is missing or misplaced in them
+``action_lists``  the actions of ranks in text that anybody wrote, and what is misplaced in them
 ``action_file``   the text of a file that may be anything
 ``transfer_ends`` the two ends of each transfer, and what a rank issues at once
 ``waits``         who waits for whom in a circle, under a rule of sends and receives
-``wait_drawing``  a circle of waits as text and SVG
-``judgement``     all of this in one: ``judge``
+``judgement``     all of this in one: ``judge``, whose verdict draws a circle as text
 """

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from echelon.errors import ArgumentError
-from echelon.pipeline.schedules.action_text import MAX_NBYTES, line_starts, place_in
+from echelon.pipeline.schedules.action_lists import MAX_NBYTES, place_in
+from echelon.process.plain_file import open_plain
 
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def read_file(path: Path) -> str:
@@ -26,22 +19,16 @@ def read_file(path: Path) -> str:
         ArgumentError: there is no such file, or it is no file of text, or it is too large.
     """
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            kind = _KINDS.get(stat.S_IFMT(mode), "no file")
-            hint = (
-                "; to read what a command prints, pipe it into this one and give - as the FILE"
-                if stat.S_ISFIFO(mode)
-                else "; give a file of text"
-            )
-            raise ArgumentError(f"{path} is {kind}{hint}")
-        with path.open("rb") as file:
+        with open_plain(path, follows=True) as file:
             return read_stream(file, str(path))
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
         if isinstance(error, ArgumentError):
             raise
         reason = getattr(error, "strerror", None) or str(error)
-        raise ArgumentError(f"{path} cannot be read: {reason}") from error
+        raise ArgumentError(
+            f"{path} cannot be read: {reason}; give a file of text, or pipe what a command prints "
+            "into this one and give - as the FILE"
+        ) from error
 
 
 def read_stream(file: BinaryIO, name: str) -> str:
@@ -59,19 +46,13 @@ def read_stream(file: BinaryIO, name: str) -> str:
     if data.startswith(_UTF16_MARKS):
         raise ArgumentError(f"{name} is text in UTF-16; save it in UTF-8")
     try:
-        text = data.decode("utf-8")
+        text, wrong = data.decode("utf-8"), data.find(b"\0")
     except UnicodeDecodeError as error:
-        _refuse_binary(name, data, error.start)
-    zero = data.find(b"\0")
-    if zero >= 0:
-        _refuse_binary(name, data, zero)
+        wrong = error.start
+    if wrong >= 0:
+        before = data[:wrong].decode("utf-8")
+        raise ArgumentError(
+            f"{name} is no text: {place_in(before, len(before))}: byte {wrong} is "
+            f"0x{data[wrong]:02x}; give a CSV or a text file in UTF-8"
+        )
     return text.replace("\r\n", "\n")
-
-
-def _refuse_binary(name: str, data: bytes, offset: int) -> NoReturn:
-    before = data[:offset].decode("utf-8")
-    place = place_in(line_starts(before), len(before))
-    raise ArgumentError(
-        f"{name} is no text: {place}: byte {offset} is 0x{data[offset]:02x}; give a CSV or a text "
-        "file in UTF-8"
-    )

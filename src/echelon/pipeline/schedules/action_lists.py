@@ -1,18 +1,28 @@
 """The actions of all ranks as somebody gives them, and the mistakes in them that are no waits.
 
-``read`` takes text, lists, a dict by rank or a ``Schedule``. It refuses what is no list of actions.
-``mistake`` then names the first action that is missing, too much or on the wrong rank.
+``read`` takes a schedule, lists by rank of objects, or text, of which nobody has to say its form:
+
+==============  ============================================================================
+CSV             one row for each rank, as ``torch.distributed.pipelining`` writes it
+lists           as Python prints them: ``[0F0, 0B0]``, one for each rank, also in one list or
+                in a dict by rank
+lines by rank   ``rank 0: 0F0 0F1``, in any order of ranks
+lines           one for each rank, with spaces between actions
+==============  ============================================================================
+
+A list inside the list of a rank is a batch, and so are actions with ``+`` between them; ``...``
+stands for actions that are left out. What is no list of actions is refused. ``mistake`` then names
+the first action that is missing, too much or on the wrong rank.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
 
 from echelon.errors import ArgumentError, ScheduleError
-from echelon.pipeline.schedules.action_text import ActionText, Cell, read_text, refuse, shown
 from echelon.pipeline.schedules.check import local_order, placed_and_complete, transfers
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
@@ -30,6 +40,27 @@ from echelon.pipeline.schedules.ir import (
     placed_parts,
 )
 
+MAX_NBYTES = 1 << 25  # some millions of actions, which need some gigabytes of memory
+_MAX_RANK = 1 << 16
+_MAX_DEPTH = 8
+_MAX_SHOWN = 40  # characters of a text that an error repeats
+
+_TOKEN = re.compile(
+    r"""(?P<space>[ \t\r\f\v'"`]+|None\b)
+    | (?P<newline>\n)
+    | (?P<label>\[?rank[ \t_=\#-]*[0-9]{1,9}(?![0-9A-Za-z_])\]?[ \t]*[:|=\u2502]?
+        |[0-9]{1,9}[ \t'"]*:)
+    | (?P<action>\([^()\[\]{}\n]*;[^()\[\]{}\n]*\)[ \t]*[A-Za-z_]+|[0-9]+[A-Za-z_]+[0-9]*)
+    | (?P<gap>\.{2,}|\u2026)
+    | (?P<open>[\[({])
+    | (?P<close>[\])}])
+    | (?P<comma>,)
+    | (?P<join>\+)
+    | (?P<word>[0-9A-Za-z_]+|.)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+
 # As people write them: 0SendF1, 2recvb0, 1ReduceGrad.
 _LOOSE = re.compile(r"([0-9]{1,9})([A-Za-z_]+)([0-9]{0,9})")
 _KINDS = {kind.value.replace("_", ""): kind for kind in Kind if kind is not Kind.OVERLAP}
@@ -45,15 +76,17 @@ class ActionLists:
         orders: the actions of each rank, in issue order.
         batches: by rank: the number of the batch of each action, or None.
         form: how they were given, in words.
-        text: where they stand in a text; None if they were given as objects.
         gaps: the ranks whose list leaves actions out.
+        text: in which they stand; None if they were given as objects.
+        offsets: where each action stands in the text, in characters.
     """
 
     orders: tuple[tuple[Item, ...], ...]
     batches: tuple[tuple[int | None, ...], ...]
     form: str
-    text: ActionText | None
-    gaps: frozenset[int]
+    gaps: frozenset[int] = frozenset()
+    text: str | None = None
+    offsets: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_excerpt(self) -> bool:
@@ -68,7 +101,7 @@ class ActionLists:
     def place(self, rank: int, index: int) -> str:
         """Where an action stands: in the text, or in the list of its rank."""
         if self.text is not None:
-            return self.text.place(self.text.cells[rank][index].offset)
+            return place_in(self.text, self.offsets[rank][index])
         return f"index {index}"
 
 
@@ -76,8 +109,8 @@ def read(source: Source, *, batched: bool = False) -> ActionLists:
     """The actions of each rank, whichever form they have.
 
     Args:
-        source: text in one of the forms of ``action_text``, a schedule, or lists by rank. Members
-            of lists are actions, or objects whose text is one, such as those of PyTorch.
+        source: text in one of the forms above, a schedule, or lists by rank. Members of lists are
+            actions, or objects whose text is one, such as those of PyTorch.
         batched: whether sends and receives that follow each other are issued as one batch.
 
     Raises:
@@ -91,41 +124,229 @@ def read(source: Source, *, batched: bool = False) -> ActionLists:
     if isinstance(source, Schedule):
         lists = _of_orders(source.orders, "a schedule")
     elif isinstance(source, str):
-        lists = _of_text(read_text(source))
+        lists = _of_text(source)
     else:
         lists = _of_objects(source)
     return _with_batches(lists) if batched else lists
 
 
-def _of_text(text: ActionText) -> ActionLists:
-    orders = []
-    for cells in text.cells:
-        order: list[Item] = []
-        for cell in cells:
-            item = parse_loosely(cell.text)
-            if item is None:
-                refuse(text.text, cell.offset, _no_action(cell.text))
-            order.append(item)
-        orders.append(tuple(order))
-    for cells, order_ in zip(text.cells, orders, strict=True):
-        _check_batches(text, cells, order_)
+# --- text ----------------------------------------------------------------------------------------
+
+
+class _Node(NamedTuple):
+    """A token, or a list with what is in it."""
+
+    kind: str
+    text: str
+    offset: int
+    children: list[_Node]
+
+
+class _Cell(NamedTuple):
+    """An action of a text, the number of its batch, and where it stands."""
+
+    item: Item
+    batch: int | None
+    offset: int
+
+
+def _of_text(text: str) -> ActionLists:
+    if len(text) > MAX_NBYTES:
+        raise ArgumentError(
+            f"the text has {len(text)} characters, more than {MAX_NBYTES}; give one step of the "
+            "schedule, which repeats"
+        )
+    text = text.removeprefix("\ufeff")
+    form, rows = _rows(text, _tree(text))
+    cells = [_cells(text, row) for row in rows]
+    if not any(cells):
+        raise ArgumentError("the text is empty: it has no action of any rank")
     return ActionLists(
-        orders=tuple(orders),
-        batches=tuple(tuple(cell.batch for cell in cells) for cells in text.cells),
-        form=text.form,
+        orders=tuple(tuple(cell.item for cell in row) for row in cells),
+        batches=tuple(tuple(cell.batch for cell in row) for row in cells),
+        form=form,
+        gaps=frozenset(
+            rank for rank, row in enumerate(rows) if any(node.kind == "gap" for node in row)
+        ),
         text=text,
-        gaps=text.gaps,
+        offsets=tuple(tuple(cell.offset for cell in row) for row in cells),
     )
 
 
-def _check_batches(text: ActionText, cells: Sequence[Cell], order: Sequence[Item]) -> None:
-    for cell, item in zip(cells, order, strict=True):
-        if cell.batch is not None and item.kind not in TRANSFER:
-            refuse(
-                text.text,
-                cell.offset,
-                f"{item} is in a batch, and a batch has only sends and receives",
+def place_in(text: str, offset: int) -> str:
+    """A place as people count: lines and columns from 1.
+
+    Example:
+        >>> place_in("0F0,0B0\\n1F0,1B0", 12)
+        'line 2, column 5'
+    """
+    line = text.count("\n", 0, offset) + 1
+    return f"line {line}, column {offset - text.rfind(chr(10), 0, offset)}"
+
+
+def _refuse(text: str, offset: int, problem: str) -> NoReturn:
+    """Raise an error that begins with a place of the text."""
+    raise ArgumentError(f"{place_in(text, offset)}: {problem}")
+
+
+def _no_action(text: str) -> str:
+    """The sentence about a text that is no action: short, without what a terminal would obey."""
+    cut = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return (
+        f"{cut if cut.isprintable() else ascii(cut)} is no action; write stage, kind and "
+        "microbatch, such as 2F0, 3SEND_B1, 0UNSHARD or (0F4;7B1)OVERLAP_F_B"
+    )
+
+
+def _tree(text: str) -> list[_Node]:
+    """All tokens but spaces and quotation marks, with those between brackets in a list."""
+    stack = [_Node("list", "", 0, [])]
+    for match in _TOKEN.finditer(text):
+        kind, node = match.lastgroup, _Node(match.lastgroup or "", match[0], match.start(), [])
+        if kind == "word":
+            cut_off = (
+                "" if text[match.end() :].strip() else "; the text ends here and may be cut off"
             )
+            _refuse(text, node.offset, _no_action(match[0]) + cut_off)
+        elif kind == "open":
+            if len(stack) > _MAX_DEPTH:
+                _refuse(text, node.offset, f"{len(stack)} lists stand inside each other here")
+            node = node._replace(kind="list")
+            stack[-1].children.append(node)
+            stack.append(node)
+        elif kind == "close":
+            opened = stack.pop()
+            if not stack or _CLOSING[opened.text] != node.text:
+                _refuse(text, node.offset, f"{node.text} closes no list that is open here")
+        elif kind != "space":
+            stack[-1].children.append(node)
+    if len(stack) > 1:
+        _refuse(
+            text,
+            stack[-1].offset,
+            f"the list that begins here does not end with {_CLOSING[stack[-1].text]}; the text may "
+            "be cut off",
+        )
+    return stack[0].children
+
+
+def _rows(text: str, nodes: list[_Node]) -> tuple[str, list[list[_Node]]]:
+    """The form of the text, and what it has for each rank."""
+    inner = _content(nodes)
+    if len(inner) == 1 and inner[0].kind == "list":  # a dict, or a list of lists
+        children = _content(inner[0].children)
+        if any(node.kind == "label" for node in children):
+            nodes = inner[0].children
+        elif children and all(node.kind == "list" for node in children):
+            return "lists", [node.children for node in children]
+    labels = [_rank_of(node) for node in nodes if node.kind == "label"]
+    # The agent of PyTorch writes [rank0]: before each line that a process prints.
+    if len(labels) == 1 or len(set(labels)) > 1:
+        return "lines by rank", _rows_by_label(text, nodes)
+    nodes = [node for node in nodes if node.kind != "label"]
+    inner = _content(nodes)
+    kinds = {node.kind for node in inner}
+    if kinds == {"list", "gap"}:
+        gap = next(node for node in inner if node.kind == "gap")
+        _refuse(text, gap.offset, "ranks are left out here; give the list of each")
+    if kinds == {"list"}:
+        return "lists", [node.children for node in inner]
+    rows: list[list[_Node]] = [[]]
+    for node in nodes:
+        if node.kind == "newline":
+            rows.append([])
+        else:
+            rows[-1].append(node)
+    form = "CSV" if any(node.kind == "comma" for node in nodes) else "lines"
+    return form, [_unwrapped(row) for row in rows if row]  # commas alone: no actions
+
+
+def _rows_by_label(text: str, nodes: list[_Node]) -> list[list[_Node]]:
+    """What ranks have that are named, in the order of ranks."""
+    rows: dict[int, list[_Node]] = {}
+    labels: dict[int, _Node] = {}
+    rank = -1  # before the first label
+    for node in nodes:
+        if node.kind != "label":
+            if rank >= 0:
+                rows[rank].append(node)
+            elif node.kind not in ("newline", "comma"):
+                _refuse(text, node.offset, "no rank is named before it, and others are")
+            continue
+        if rank >= 0 and not rows[rank]:  # [rank0]:rank 1: the second name is meant
+            del rows[rank]
+        rank = _rank_of(node)
+        if rank in rows:
+            first = place_in(text, labels[rank].offset)
+            _refuse(text, node.offset, f"rank {rank} has a list already, at {first}")
+        if rank >= _MAX_RANK:
+            _refuse(text, node.offset, f"rank {rank} is too large; count ranks from 0")
+        rows[rank], labels[rank] = [], node
+    for missing in sorted(set(range(max(rows))) - set(rows)):
+        later = min(labels[other].offset for other in rows if other > missing)
+        _refuse(text, later, f"there is a list for this rank and none for rank {missing}")
+    return [_unwrapped(rows[rank]) for rank in sorted(rows)]
+
+
+def _rank_of(label: _Node) -> int:
+    return int("".join(filter(str.isdecimal, label.text)))
+
+
+def _cells(text: str, row: list[_Node]) -> list[_Cell]:
+    """The actions of one rank; those of a batch get its number."""
+    cells: list[_Cell] = []
+    batches, join = 0, False
+    for node in row:
+        if node.kind == "join":
+            if not cells or join:
+                _refuse(text, node.offset, "+ stands between two sends or receives")
+            join = True
+        elif node.kind == "list":
+            cells += [_cell(text, member, batches) for member in _content(node.children)]
+            batches += 1
+        elif node.kind == "action":
+            if join and cells[-1].batch is None:
+                cells[-1] = _in_batch(text, cells[-1]._replace(batch=batches))
+                batches += 1
+            cells.append(_cell(text, node, cells[-1].batch if join else None))
+            join = False
+    if join:
+        _refuse(text, row[-1].offset, "+ stands between two sends or receives")
+    return cells
+
+
+def _cell(text: str, node: _Node, batch: int | None) -> _Cell:
+    if node.kind != "action":
+        _refuse(text, node.offset, "a batch has only sends and receives")
+    item = parse_loosely(node.text)
+    if item is None:
+        _refuse(text, node.offset, _no_action(node.text))
+    return _in_batch(text, _Cell(item, batch, node.offset))
+
+
+def _in_batch(text: str, cell: _Cell) -> _Cell:
+    if cell.batch is not None and cell.item.kind not in TRANSFER:
+        problem = f"{cell.item} is in a batch, and a batch has only sends and receives"
+        _refuse(text, cell.offset, problem)
+    return cell
+
+
+def _content(nodes: list[_Node]) -> list[_Node]:
+    """Without the ends of lines and commas."""
+    return [node for node in nodes if node.kind not in ("newline", "comma")]
+
+
+def _unwrapped(row: list[_Node]) -> list[_Node]:
+    """What is in the list of a rank, if its line has one list and nothing else but gaps."""
+    inner = _content(row)
+    lists = [node for node in inner if node.kind == "list"]
+    gaps = [node for node in inner if node.kind == "gap"]
+    if len(lists) == 1 and len(lists) + len(gaps) == len(inner):
+        return [*gaps, *lists[0].children]
+    return row
+
+
+# --- objects -------------------------------------------------------------------------------------
 
 
 def _of_objects(source: object) -> ActionLists:
@@ -168,8 +389,6 @@ def _of_orders(orders: tuple[tuple[Item, ...], ...], form: str) -> ActionLists:
         orders=orders,
         batches=tuple((None,) * len(order) for order in orders),
         form=form,
-        text=None,
-        gaps=frozenset(),
     )
 
 
@@ -184,13 +403,7 @@ def _with_batches(lists: ActionLists) -> ActionLists:
             number += not is_transfer
             numbers.append(number if is_transfer else None)
         batches.append(tuple(numbers))
-    return ActionLists(
-        orders=lists.orders,
-        batches=tuple(batches),
-        form=lists.form,
-        text=lists.text,
-        gaps=lists.gaps,
-    )
+    return replace(lists, batches=tuple(batches))
 
 
 def parse_loosely(text: str) -> Item | None:
@@ -213,11 +426,7 @@ def parse_loosely(text: str) -> Item | None:
         return None
 
 
-def _no_action(text: str) -> str:
-    return (
-        f"{shown(text)} is no action; write stage, kind and microbatch, such as 2F0, 3SEND_B1, "
-        "0UNSHARD or (0F4;7B1)OVERLAP_F_B"
-    )
+# --- mistakes ------------------------------------------------------------------------------------
 
 
 def mistake(lists: ActionLists) -> ScheduleError | None:

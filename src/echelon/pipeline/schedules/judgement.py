@@ -1,4 +1,4 @@
-"""Judges a schedule that anybody wrote: legal or not, and the circle of waits.
+"""Judges a schedule that anybody wrote: legal or not, and the circle of waits, drawn as text.
 
 ``check`` asks whether a schedule runs on any transport of echelon. ``judge`` asks the same of each
 rule by itself, of lists that are incomplete, and says where in the text a circle is.
@@ -6,24 +6,23 @@ rule by itself, of lists that are incomplete, and says where in the text a circl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 
 from echelon import checks
 from echelon.errors import ArgumentError, ScheduleError
-from echelon.page import facts, page, section
 from echelon.pipeline.schedules.action_file import read_file
 from echelon.pipeline.schedules.action_lists import ActionLists, Source, mistake, read
 from echelon.pipeline.schedules.check import coverage
 from echelon.pipeline.schedules.ir import Schedule, placed_parts
 from echelon.pipeline.schedules.passes import add_transfers_in_sweeps
-from echelon.pipeline.schedules.render import to_svg as timelines_svg
-from echelon.pipeline.schedules.simulate import simulate
 from echelon.pipeline.schedules.transfer_ends import crossed_messages
-from echelon.pipeline.schedules.wait_drawing import circle_in_short, circle_svg, circle_text
-from echelon.pipeline.schedules.waits import Wait, WaitRule, find_circle
+from echelon.pipeline.schedules.waits import Wait, WaitCause, WaitRule, find_circle
+
+HELD, AWAITED = "■", "□"
+_NEIGHBOURS = 2  # actions that are drawn on both sides of a marked one
+_ALWAYS_DRAWN = 12  # a list that is not longer is drawn whole
 
 USUAL_RULES = (WaitRule.BLOCKING, WaitRule.EAGER, WaitRule.PAIR_QUEUE)
 
@@ -87,63 +86,16 @@ class ScheduleVerdict:
 
     def _drawings(self) -> list[str]:
         """Each circle once, with the rules that it breaks."""
-        lines = []
-        for circle, rules in self._distinct_circles().items():
-            title = " and ".join(rule.words for rule in rules)
-            text = circle_text(self.lists, circle)
-            lines += ["", f"{title}: these wait for each other", ""]
-            lines += [f"  {line}".rstrip() for line in text.split("\n")]
-        return lines
-
-    def _distinct_circles(self) -> dict[tuple[Wait, ...], list[WaitRule]]:
         rules: dict[tuple[Wait, ...], list[WaitRule]] = {}
         for rule, circle in self.circles.items():
             if circle is not None:
                 rules.setdefault(circle, []).append(rule)
-        return rules
-
-    def to_svg(self) -> str:
-        """The circles of waits; without one, the simulated timeline of the schedule.
-
-        Raises:
-            ArgumentError: there is neither: the schedule is incomplete, or legal and an excerpt.
-
-        Example:
-            >>> judge("0F0,0B0\\n1F0,1B0").to_svg().count("<rect")
-            4
-        """
-        circles = {
-            " and ".join(rule.words for rule in rules): circle
-            for circle, rules in self._distinct_circles().items()
-        }
-        if circles:
-            return circle_svg(self.lists, circles)
-        if self.problem is not None or self.lists.is_excerpt:
-            raise ArgumentError(
-                "there is no circle to draw, and a schedule that lacks actions has no timeline"
-            )
-        orders = Schedule.from_orders(self.lists.orders)
-        return timelines_svg({"simulated": simulate(orders).timeline})
-
-    def to_page(self) -> str:
-        """A page of HTML in one file: the verdict by rule, the drawing, and the text of ``str``.
-
-        Example:
-            >>> judge("0F0,0B0\\n1F0,1B0").to_page().startswith("<!doctype html>")
-            True
-        """
-        head, *notes = self._heading()
-        rulings = [
-            ("legal" if circle is None else "not legal", rule.words)
-            for rule, circle in self.circles.items()
-        ]
-        body = [facts(rulings)] if rulings else []
-        if self.problem is None and (not self.is_legal or not self.lists.is_excerpt):
-            title = "Timeline" if self.is_legal else "Circles of waits"
-            body.append(section(title, " ".join(notes), self.to_svg()))
-        text = "\n".join([*self._rulings(), *self._drawings()])
-        body.append(section("In words", "", f"<pre>{escape(text)}</pre>"))
-        return page("Legal" if self.is_legal else "Not legal", head, body, dark=True)
+        lines = []
+        for circle, broken in rules.items():
+            title = " and ".join(rule.words for rule in broken)
+            lines += ["", f"{title}: these wait for each other", ""]
+            lines += [f"  {line}".rstrip() for line in circle_lines(self.lists, circle)]
+        return lines
 
 
 def judge(
@@ -243,3 +195,98 @@ def _placed(lists: ActionLists, error: ScheduleError) -> str:
 
 def _counted(number: int, noun: str, nouns: str | None = None) -> str:
     return f"{number} {noun if number == 1 else nouns or noun + 's'}"
+
+
+# --- the drawing of a circle ---------------------------------------------------------------------
+
+
+def circle_lines(lists: ActionLists, circle: Sequence[Wait]) -> list[str]:
+    """The lists of the ranks in a circle with its actions marked, and the circle as a ladder."""
+    return [*_rows(lists, circle), "", *_ladder(lists, circle)]
+
+
+def circle_in_short(circle: Sequence[Wait]) -> str:
+    """The actions of a circle on one line.
+
+    Example:
+        >>> from echelon.pipeline.schedules.action_lists import read
+        >>> from echelon.pipeline.schedules.waits import WaitRule, find_circle
+        >>> lists = read("[... 0SendF1, 2RecvF0, 2F0]\\n[... 1SendF0, 1RecvF1, 1F1]")
+        >>> print(circle_in_short(find_circle(lists, WaitRule.BLOCKING)))
+        rank 0 at 0SEND_F1, rank 1 at 1SEND_F0
+    """
+    shown = [f"rank {wait.rank} at {wait.action}" for wait in circle[:4]]
+    if len(circle) > len(shown):
+        shown.append(f"{len(circle) - len(shown)} more")
+    return ", ".join(shown)
+
+
+def _marks(circle: Sequence[Wait]) -> dict[int, dict[int, str]]:
+    """By rank and position: whether the action waits or is waited for."""
+    marks: dict[int, dict[int, str]] = {}
+    for wait in circle:
+        marks.setdefault(wait.for_rank, {}).setdefault(wait.for_position, AWAITED)
+        marks.setdefault(wait.rank, {})[wait.position] = HELD
+    return dict(sorted(marks.items()))
+
+
+def _drawn(length: int, marked: Sequence[int]) -> list[int | None]:
+    """The positions of a list that are drawn; None where some are left out."""
+    near = {
+        position
+        for mark in marked
+        for position in range(mark - _NEIGHBOURS, mark + _NEIGHBOURS + 1)
+    }
+    drawn: list[int | None] = []
+    for position in range(length):
+        if length <= _ALWAYS_DRAWN or position in near:
+            drawn.append(position)
+        elif drawn[-1:] != [None]:
+            drawn.append(None)
+    return drawn
+
+
+def _rows(lists: ActionLists, circle: Sequence[Wait]) -> list[str]:
+    marks = _marks(circle)
+    width = len(str(max(marks)))
+    lines = []
+    for rank, marked in marks.items():
+        order = lists.orders[rank]
+        actions, below = "", ""
+        for position in _drawn(len(order), sorted(marked)):
+            text = "…" if position is None else str(order[position])
+            mark = marked.get(position, "") if position is not None else ""
+            actions += f" {text}"
+            below += f" {mark:<{len(text)}}"
+        lines += [f"rank {rank:>{width}} │{actions}", f"{'':{width + 5}} │{below}".rstrip()]
+    return [*lines, f"{'':{width + 5}}   {HELD} waits   {AWAITED} is waited for"]
+
+
+def _ladder(lists: ActionLists, circle: Sequence[Wait]) -> list[str]:
+    """Two lines for each wait, with the way back at the side."""
+    lines = []
+    for number, wait in enumerate(circle):
+        following = circle[(number + 1) % len(circle)]
+        is_last = number == len(circle) - 1
+        head, cause = _sentences(lists, wait, following)
+        lines.append(f"{'┌─▶' if number == 0 else '│  '} {head}")
+        lines.append(f"{'└──' if is_last else '│  '}     {cause}")
+    return lines
+
+
+def _sentences(lists: ActionLists, wait: Wait, following: Wait) -> tuple[str, str]:
+    """Who waits where, and for what."""
+    here = f"({lists.place(wait.rank, wait.position)})"
+    there = f"{wait.for_action} ({lists.place(wait.for_rank, wait.for_position)})"
+    if wait.cause is WaitCause.QUEUE:
+        cause = f"behind {there}"
+        if following.rank != wait.for_rank:
+            cause += f", whose other end is {following.action} of rank {following.rank}"
+        return f"rank {wait.rank} has {wait.action} {here} in its queue", cause
+    head = f"rank {wait.rank} waits at {wait.action} {here}"
+    if wait.cause is WaitCause.ARRIVE:
+        return head, f"for its {there}"
+    cause = f"for {there} of rank {wait.for_rank}"
+    if (following.rank, following.position) != (wait.for_rank, wait.for_position):
+        cause += f", which comes after {following.action}"
+    return head, cause

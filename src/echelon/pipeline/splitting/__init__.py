@@ -5,8 +5,6 @@
 ``partition``     the exact optimum of which blocks go to which stage
 ``block_costs``   parameters, operations, bytes or seconds of a block
 ``module_list``   models with a ``ModuleList``, whose own forward every stage runs
-``around_blocks`` the modules that run before the blocks, and those that run after them
 ``absent_blocks`` stand-ins for the blocks that other stages have
 ``fake_tensors``  tensors whose values a stage does not have
-``huggingface``   causal language models of ``transformers``
 """

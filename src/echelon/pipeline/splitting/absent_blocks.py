@@ -4,57 +4,89 @@
 The model's own forward runs around the stand-ins, and it may do anything with a block: call it in
 another order or twice, or read what the block has stored in an attribute. A stand-in knows the
 shapes of what its block has returned, for which the stages before this one send them, and the plain
-attributes that no method of the block changes. Everything else is an error that names the block.
+attributes that its block had when the model was split. Whether the block still has them is said by
+two lists, which go from stage to stage: what blocks have stored since, which no later stage may
+read, and what stages have read, which no later block may have stored. Everything else is an error
+that names the block.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
+import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from types import CodeType, FunctionType
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from echelon.pipeline.splitting.fake_tensors import FakeTensorCache, fake_tensor
+from echelon.pipeline.splitting.fake_tensors import (
+    FakeTensorCache,
+    NeedsValues,
+    fake_tensor,
+)
 
 # By index of a block: what each of its calls has returned, without the values of tensors. None
 # where that cannot be said in plain values.
 BlockOutputs = dict[int, list[Any]]
 
 _SENDABLE = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
 
 
 @final
 class BlockCalls:
     """The calls of the blocks of one forward, on a stage that has the blocks ``start..stop-1``.
 
+    ``blocks`` has these by their names in the model.
+
     Attributes:
         outputs: what blocks have returned: received for those before ``start``, and recorded.
+        problems: makes the errors about what is not here, and remembers the first.
     """
 
-    def __init__(self, start: int, stop: int, fakes: FakeTensorCache) -> None:
+    def __init__(
+        self, start: int, stop: int, blocks: Mapping[str, nn.Module], fakes: FakeTensorCache
+    ) -> None:
         self.outputs: BlockOutputs = {}
-        self._start, self._stop, self._fakes = start, stop, fakes
+        self.problems = fakes
+        self._start, self._stop = start, stop
         self._has_entered = start == 0
         self._counts: dict[int, int] = defaultdict(int)
         self._device = torch.device("cpu")
         self._random_state: Tensor | None = None
         self._may_warn = start > 0
+        # What the modules in blocks had in their attributes when the model was split.
+        self._at_split = [
+            (f"{name}.{path}".rstrip("."), module, dict(vars(module)))
+            for name, block in blocks.items()
+            for path, module in block.named_modules()
+        ]
+        # Attributes by their names in the model, as keys of dicts, which keep their order.
+        self._stored: dict[str, None] = {}
+        self._read: dict[str, None] = {}
 
-    def begin(self, received: Mapping[int, Sequence[Any]], device: torch.device) -> None:
-        """Begin a forward; ``received`` has the outputs of the blocks before ``start``."""
+    def begin(
+        self,
+        received: Mapping[int, Sequence[Any]],
+        stored: Sequence[str],
+        read: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        """Begin a forward with the ``known()`` of the stage before."""
         self.outputs = {index: list(outputs) for index, outputs in received.items()}
+        self._stored, self._read = dict.fromkeys(stored), dict.fromkeys(read)
         self._has_entered = self._start == 0
         self._counts.clear()
         self._device = device
         self._random_state = torch.get_rng_state() if self._may_warn else None
+
+    def known(self) -> dict[str, Any]:
+        """What the next stage has to know of the blocks before it and of its own."""
+        return {"outputs": self.outputs, "stored": [*self._stored], "read": [*self._read]}
 
     def enter(self) -> bool:
         """Note a call of the first block of this stage; returns whether it is the first call."""
@@ -79,11 +111,32 @@ class BlockCalls:
         """Note what a block of this stage has returned."""
         self.outputs.setdefault(index, []).append(_without_values(output))
 
+    def note_stored(self) -> None:
+        """Note which attributes of the blocks of this stage are not what they were at the split."""
+        for name, module, before in self._at_split:
+            now = vars(module)
+            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+                continue
+            for stored in (f"{name}.{local}" for local in _changed(before, now)):
+                self._stored[stored] = None
+                if stored in self._read:
+                    self.not_here(stored)
+
+    def read(self, name: str) -> None:
+        """Note that the model reads an attribute of a block of another stage, and may do so."""
+        if name in self._stored:
+            raise self.not_here(name)
+        self._read[name] = None
+
+    def not_here(self, name: str) -> NeedsValues:
+        """The error about an attribute of a block of another stage."""
+        return self.problems.needs_values(f"the model reads {name}, which another stage has")
+
     def absent(self, index: int, /, *args: Any, **kwargs: Any) -> Any:
         """What a block of another stage returns: fake tensors, of the shapes that it has given."""
         if self._has_entered:
             place = "before" if index < self._start else "after"
-            raise self._fakes.needs_values(
+            raise self.problems.needs_values(
                 f"the model calls block {index}, which a stage {place} this one has, between calls "
                 f"of the blocks {self._start} to {self._stop - 1} of this stage. Stages run once, "
                 "one after the other"
@@ -94,7 +147,7 @@ class BlockCalls:
         output = outputs[count] if count < len(outputs) else None
         if output is None:  # unknown, so only the arguments of this stage's first block are right
             return args[0] if args else next(iter(kwargs.values()))
-        return self._fakes.get_or_make(
+        return self.problems.get_or_make(
             ["block", index, count, *_plain(output), self._device],
             lambda: self._with_fakes(index, output),
         )
@@ -103,7 +156,7 @@ class BlockCalls:
         text, leaves = output
         name = f"the output of block {index}"
         filled = [
-            fake_tensor(leaf[1], leaf[2], self._device, name, self._fakes) if leaf[0] else leaf[1]
+            fake_tensor(leaf[1], leaf[2], self._device, name, self.problems) if leaf[0] else leaf[1]
             for leaf in leaves
         ]
         return filled[0] if text is None else pytree.tree_unflatten(filled, _treespec(text))
@@ -139,29 +192,41 @@ def _treespec(text: str) -> pytree.TreeSpec:
 # --- attributes ----------------------------------------------------------------------------------
 
 
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """The attributes that are not what they were."""
+    for local in {**before, **now}:
+        old, new = before.get(local, _MISSING), now.get(local, _MISSING)
+        is_same = new is old or (type(new) is type(old) and type(new) in _SENDABLE and new == old)
+        if not is_same and local not in _OF_EVERY_MODULE:
+            yield local
+
+
+_MISSING = object()
+
+
 def absent_block(
-    block: nn.Module, name: str, forward: Callable[..., Any], fakes: FakeTensorCache
+    block: nn.Module, name: str, forward: Callable[..., Any], calls: BlockCalls
 ) -> nn.Module:
     """A module of the class of ``block`` with its plain attributes, and with no tensors.
 
-    Its submodules are stand-ins, too. What a method of a class stores in an attribute, other than
-    those that set it up, is an error to read: only the stage of the block knows it.
+    Its submodules are stand-ins, too, which are never called.
     """
-    absent = _stand_in(block, name, fakes)
+    absent = _stand_in(block, name, calls)
     absent.__dict__["forward"] = forward
     return absent
 
 
-def _stand_in(module: nn.Module, name: str, fakes: FakeTensorCache) -> nn.Module:
+def _stand_in(module: nn.Module, name: str, calls: BlockCalls) -> nn.Module:
     absent = _new_absent(type(module))
     nn.Module.__init__(absent)
-    plain = {key: value for key, value in vars(module).items() if key not in vars(absent)}
-    absent.__dict__.update(plain, _absent_name=name, _absent_fakes=fakes)
-    absent.__dict__["_absent_tensors"] = frozenset([*module._parameters, *module._buffers])
-    absent.training = module.training
+    attributes = absent.__dict__
+    attributes.update({key: value for key, value in vars(module).items() if key not in attributes})
+    attributes["training"] = module.training
     for local, child in module._modules.items():
         if child is not None:
-            absent._modules[local] = _stand_in(child, f"{name}.{local}", fakes)
+            attributes["_modules"][local] = _stand_in(child, f"{name}.{local}", calls)
+    tensors = frozenset([*module._parameters, *module._buffers])
+    attributes["_absent"] = name, tensors, calls  # from here on it watches its attributes
     return absent
 
 
@@ -169,53 +234,49 @@ def _stand_in(module: nn.Module, name: str, fakes: FakeTensorCache) -> nn.Module
 def _absent_class(cls: Any) -> type[nn.Module]:
     """A subclass of which attributes that only the stage of the module knows cannot be read."""
 
-    def refuse(self: nn.Module, local: str) -> NoReturn:
-        name, fakes = (self.__dict__[key] for key in ("_absent_name", "_absent_fakes"))
-        raise fakes.needs_values(f"the model reads {name}.{local}, which another stage has")
+    def __getattribute__(self: nn.Module, local: str) -> Any:
+        if local not in _OF_EVERY_MODULE and not local.startswith("__"):
+            name, tensors, calls = object.__getattribute__(self, "__dict__").get("_absent", _NOBODY)
+            if local in tensors:
+                raise calls.not_here(f"{name}.{local}")
+            if calls is not None:
+                calls.read(f"{name}.{local}")
+        return cls.__getattribute__(self, local)
 
-    def property_of(local: str) -> property:
-        def read(self: nn.Module) -> NoReturn:
-            refuse(self, local)
+    def refusing(register: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name, _, calls = vars(self)["_absent"]
+            is_called = "forward" in vars(self)  # a block itself, and not what is in it
+            if not is_called or "backward" in register:
+                raise calls.problems.needs_values(
+                    f"the model hooks {name}, which another stage has"
+                )
+            return getattr(cls, register)(self, *args, **kwargs)
 
-        return property(read, lambda self, value: None)  # what is written here, nobody reads
-
-    def __getattr__(self: nn.Module, local: str) -> Any:
-        if local in self.__dict__.get("_absent_tensors", ()):
-            refuse(self, local)
-        return cls.__getattr__(self, local)
+        return method
 
     def __reduce_ex__(self: nn.Module, protocol: object) -> Any:
         return _new_absent, (cls,), self.__dict__  # no other process finds this class by its name
 
-    members: dict[str, Any] = {local: property_of(local) for local in _stored_names(cls)}
-    members |= {"__getattr__": __getattr__, "__reduce_ex__": __reduce_ex__}
-    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    members: dict[str, Any] = {
+        "__getattribute__": __getattribute__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": cls.__module__,
+        **{register: refusing(register) for register in _REGISTERS},
+    }
+    return type(cls.__name__, (cls,), members)
+
+
+# Nobody would call such a hook.
+_REGISTERS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
+_NOBODY = "", frozenset[str](), None
 
 
 def _new_absent(cls: Any) -> nn.Module:
     absent = _absent_class(cls)
     return absent.__new__(absent)
-
-
-_SETS_UP = ("__init__", "__new__", "__setstate__", "__post_init__", "reset_parameters")
-
-
-def _stored_names(cls: type[nn.Module]) -> frozenset[str]:
-    """The attributes that methods of a class store, other than those that set it up."""
-    known = {*dir(nn.Module), *vars(nn.Module())}
-    stored: set[str] = set()
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            method = inspect.unwrap(value) if callable(value) else value
-            if isinstance(method, FunctionType) and name not in _SETS_UP:
-                stored.update(_stores(method.__code__))
-    return frozenset(name for name in stored - known if not name.startswith("__"))
-
-
-def _stores(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "STORE_ATTR":
-            yield instruction.argval
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _stores(const)

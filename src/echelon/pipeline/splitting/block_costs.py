@@ -21,6 +21,7 @@ from echelon.errors import ArgumentError
 from echelon.pipeline.splitting.submodule import Blocks, Submodule
 from echelon.pipeline.stage import Stage
 
+_META = torch.device("meta")
 _RUNS = 3  # after one to warm up; the median counts
 
 MakeBlocks = Callable[[nn.Module], Blocks]
@@ -128,7 +129,8 @@ def _call_by_shapes(index: int, submodule: nn.Module, value: Any) -> Any:
 class _ByShapes(TorchDispatchMode):
     """Moves a tensor that the model makes itself to meta when it meets a tensor on meta.
 
-    Operations on such tensors alone, such as on a table of positions, have values.
+    Operations on such tensors alone, such as on a table of positions, have values, also where the
+    model makes them on the device of its input.
     """
 
     def __torch_dispatch__(
@@ -142,6 +144,9 @@ class _ByShapes(TorchDispatchMode):
         on_meta = {
             leaf.is_meta for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
         }
+        is_made = not on_meta and kwargs.get("device") == _META
+        if is_made and torch.Tag.nondeterministic_seeded not in func.tags:  # type: ignore[attr-defined]
+            kwargs["device"] = torch.device("cpu")
         if len(on_meta) > 1:
             args, kwargs = pytree.tree_map(_to_meta, (args, kwargs))
         return func(*args, **kwargs)

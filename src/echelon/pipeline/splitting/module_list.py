@@ -19,11 +19,11 @@ and a result that depends on a missing value is an error, never a number.
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.pipeline.splitting.absent_blocks import BlockCalls, absent_block
-from echelon.pipeline.splitting.around_blocks import names_around
 from echelon.pipeline.splitting.fake_tensors import (
     FakeTensor,
     FakeTensorCache,
@@ -64,6 +63,55 @@ def find_module_list(model: nn.Module) -> str | None:
     return longest[0] if longest else None
 
 
+class NamesAround(NamedTuple):
+    """The names of modules and parameters around a list of blocks.
+
+    Attributes:
+        before: those that are registered before the blocks.
+        after: those that are registered after them.
+        tables: modules of either whose only tensors are buffers that are not saved, such as tables
+            of positions. Any stage can have them, since they are not trained.
+    """
+
+    before: list[str]
+    after: list[str]
+    tables: frozenset[str]
+
+
+def names_around(model: nn.Module, list_name: str) -> NamesAround:
+    """The names around the list ``list_name``, at every level on the way to it.
+
+    Nothing proves that they run in this order. A stage that lacks what its forward needs says so,
+    with the names.
+
+    Example:
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed = nn.Embedding(3, 2)
+        ...         self.blocks = nn.ModuleList([nn.Linear(2, 2)])
+        ...         self.norm = nn.LayerNorm(2)
+        >>> names_around(Model(), "blocks")[:2]
+        (['embed'], ['norm'])
+    """
+    before: list[str] = []
+    after: list[str] = []
+    module, path = model, ""
+    for step in list_name.split("."):
+        children = list(module._modules)
+        position = children.index(step)
+        before += [f"{path}{local}" for local in (*module._parameters, *children[:position])]
+        after = [f"{path}{local}" for local in children[position + 1 :]] + after
+        module, path = module.get_submodule(step), f"{path}{step}."
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tables = (name for name in (*before, *after) if name in modules and _is_table(modules[name]))
+    return NamesAround(before, after, frozenset(tables))
+
+
+def _is_table(module: nn.Module) -> bool:
+    return any(True for _ in module.buffers()) and not module.state_dict()
+
+
 @final
 class ModuleListBlocks(Blocks):
     """The blocks of a ``ModuleList``, whose model calls them in order.
@@ -81,6 +129,7 @@ class ModuleListBlocks(Blocks):
     ) -> None:
         self._model, self._list_name = model, list_name
         self.modules = list(model.get_submodule(list_name).children())
+        _check_router_logits(model)
         before, after, self._tables = names_around(model, list_name)
         default_prefix = [name for name in before if name not in (suffix or ())]
         default_suffix = [name for name in after if name not in (prefix or ())]
@@ -106,27 +155,24 @@ class ModuleListBlocks(Blocks):
             *self._tables,
         }
         cache = FakeTensorCache()
-        calls = BlockCalls(start, stop, cache)
+        own_blocks = {f"{self._list_name}.{i}": self.modules[i] for i in range(start, stop)}
+        calls = BlockCalls(start, stop, own_blocks, cache)
         blocks = [
-            block if start <= i < stop else self._absent(i, stop, calls, cache)
+            block if start <= i < stop else self._absent(i, stop, calls)
             for i, block in enumerate(self.modules)
         ]
         make_stand_in = partial(fake_copy, cache=cache)
         copied = partial_model(self._model, self._list_name, blocks, names, make_stand_in, cache)
-        modules = copied.modules | {
-            f"{self._list_name}.{i}": self.modules[i] for i in range(start, stop)
-        }
-        own_blocks = {i: self.modules[i] for i in range(start, stop)}
-        body = _PartialForward(copied.model, own_blocks, is_last, self._hint(), calls, cache)
-        return Submodule(body, modules, copied.containers)
+        for container in copied.containers.values():
+            _keep_no_cache(container)
+        numbered = {i: self.modules[i] for i in range(start, stop)}
+        body = _PartialForward(copied.model, numbered, is_last, self._hint(), calls, cache)
+        return Submodule(body, copied.modules | own_blocks, copied.containers)
 
-    def _absent(
-        self, index: int, stop: int, calls: BlockCalls, cache: FakeTensorCache
-    ) -> nn.Module:
+    def _absent(self, index: int, stop: int, calls: BlockCalls) -> nn.Module:
         """What replaces a block of another stage; at that of ``stop`` the forward ends."""
         forward = _exit if index == stop else partial(calls.absent, index)
-        name = f"{self._list_name}.{index}"
-        return absent_block(self.modules[index], name, forward, cache)
+        return absent_block(self.modules[index], f"{self._list_name}.{index}", forward, calls)
 
     def _hint(self) -> str:
         return (
@@ -182,11 +228,9 @@ class _PartialForward(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._cache.problem = None
         if self._is_first:
-            if _caches_keys(self.model):
-                kwargs.setdefault("use_cache", False)
             call = None if self._is_last else _dump_call((args, kwargs))
-            self._calls.begin({}, torch.device("cpu"))
-            return self._run(args, kwargs, call, None)
+            self._calls.begin({}, (), (), torch.device("cpu"))
+            return self._run(args, kwargs, call, None, self._hint)
         received = args[0]
         device = next(
             (leaf.device for leaf in pytree.tree_leaves(received) if isinstance(leaf, Tensor)),
@@ -203,36 +247,45 @@ class _PartialForward(nn.Module):
                 f"this stage was given {sorted(kwargs)} and the first one {sorted(fake_kwargs)}: "
                 "give no rank a keyword argument that the rank of the first stage is not given"
             )
+        hint = self._hint
+        if any(
+            isinstance(fake_kwargs[key], FakeTensor) for key in fake_kwargs.keys() - kwargs.keys()
+        ):
+            hint = (
+                f"this stage was given {sorted(kwargs)} and the first one {sorted(fake_kwargs)}: "
+                f"give all ranks the same keyword arguments. Otherwise, {hint}"
+            )
         fake_kwargs |= kwargs  # these have values here, too
-        self._calls.begin(received["outputs"], device)
-        entry = _BlockEntry(received["block"], self._calls, self._hint)
-        return self._run(fake_args, fake_kwargs, call, entry)
+        self._calls.begin(received["outputs"], received["stored"], received["read"], device)
+        entry = _BlockEntry(received["block"], self._calls, hint)
+        return self._run(fake_args, fake_kwargs, call, entry, hint)
 
-    def _run(self, args: Any, kwargs: Any, call: Any, entry: _BlockEntry | None) -> Any:
+    def _run(self, args: Any, kwargs: Any, call: Any, entry: _BlockEntry | None, hint: str) -> Any:
         """The output of the model, or the value for the next stage."""
         try:
             with self._hooks(entry):
                 output = self.model(*args, **kwargs)
         except NeedsValues as error:
-            raise UnsupportedError(f"{error}: {self._hint}") from error
+            raise UnsupportedError(f"{error}: {hint}") from error
         except _Exit as exit:
             block_call = exit.block_call if entry is None else entry.fill(exit.block_call)
-            output = {"block": block_call, "model": call, "outputs": self._calls.outputs}
+            output = {"block": block_call, "model": call}
         else:
             if not self._is_last:
                 raise UnsupportedError(
                     "the model's forward ended without calling the block at which this stage ends: "
-                    + self._hint
+                    + hint
                 )
+        self._calls.note_stored()
         problem = self._cache.problem
         if problem is not None:  # the model has caught it, and done something else instead
-            raise UnsupportedError(f"{problem}: {self._hint}") from problem
+            raise UnsupportedError(f"{problem}: {hint}") from problem
         missing = missing_names(output)
         if missing:
             raise UnsupportedError(
-                f"what this stage gives depends on {missing}, which other stages have: {self._hint}"
+                f"what this stage gives depends on {missing}, which other stages have: {hint}"
             )
-        return output
+        return output if self._is_last else output | self._calls.known()
 
     @contextmanager
     def _hooks(self, entry: _BlockEntry | None) -> Iterator[None]:
@@ -305,13 +358,24 @@ def _is_replaced(argument: Any) -> bool:
     return isinstance(argument, Tensor) and not argument.requires_grad
 
 
-def _caches_keys(model: nn.Module) -> bool:
-    """Whether this is a model of transformers that makes a cache of keys and values if not told.
+def _keep_no_cache(container: nn.Module) -> None:
+    """Let a copied model of transformers make no cache of keys and values if it is not told to.
 
     Only generating text needs the cache, and it cannot go to another stage.
     """
-    is_known = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
-    return is_known and "use_cache" in inspect.signature(model.forward).parameters
+    config: Any = container.__dict__.get("config")
+    if getattr(config, "use_cache", False):
+        config = container.__dict__["config"] = copy.copy(config)
+        config.use_cache = False
+
+
+def _check_router_logits(model: nn.Module) -> None:
+    for module in model.modules():
+        if getattr(module.__dict__.get("config"), "output_router_logits", False):
+            raise ArgumentError(
+                f"this {type(module).__name__} gives the logits of its routers, of which a stage "
+                "knows those of its own blocks only: set config.output_router_logits = False"
+            )
 
 
 def _dump_call(call: Any) -> tuple[Any, ...]:

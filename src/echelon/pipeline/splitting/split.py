@@ -12,7 +12,6 @@ from echelon.checks import instance, integer, number
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
 from echelon.pipeline.schedules.ir import Schedule, check_type
-from echelon.pipeline.splitting import huggingface
 from echelon.pipeline.splitting.block_costs import MakeBlocks, dry_run, num_parameters, seconds
 from echelon.pipeline.splitting.module_list import ModuleListBlocks, find_module_list
 from echelon.pipeline.splitting.partition import Partition, most_alive, partition, refine
@@ -38,9 +37,8 @@ def split(
     A model is cut between its layers: those that its method ``pipeline_layers()`` returns, of
     which each takes what the one before gave, and a tuple as positional arguments; else the
     children of an ``nn.Sequential``, which take a tuple as one argument, as there; else the
-    blocks of a Llama, Mistral, Mixtral, Qwen 2 or 3 or GPT-2 of ``transformers``, also with
-    adapters of ``peft``; else the blocks of its longest ``nn.ModuleList``, where every stage runs
-    the model's own ``forward``.
+    blocks of its longest ``nn.ModuleList``, as models of ``transformers`` have one, also inside a
+    wrapper of ``peft``. Then every stage runs the model's own ``forward``.
 
     Law: the stages, one after the other, compute what the model does, and their states together
     are its state, name by name. They share its parameters and modules.
@@ -111,9 +109,6 @@ def blocks_of(
         blocks = SequentialBlocks(module, layers(), spread_tuples=True)
     elif isinstance(module, nn.Sequential):
         blocks = SequentialBlocks(module, list(module.children()), spread_tuples=False)
-    elif (known := huggingface.find_known(module)) is not None:
-        path, inner = known
-        blocks = huggingface.CausalLMBlocks(inner, path)
     elif (list_name := find_module_list(module)) is not None:
         return ModuleListBlocks(module, list_name, prefix, suffix)
     else:

@@ -6,10 +6,9 @@
     blocks    ──>  partition         which of them go to which stage
     a range   ──>  Submodule         runs them, and has their state under the names of the model
 
-There are three kinds of ``Blocks``: layers that run one after the other (below), the blocks of a
-``ModuleList`` (``module_list``), and those of causal language models (``huggingface``). In the last
-two each stage runs the model's own ``forward``, on a copy of the model's containers with stand-ins
-for the modules that other stages have.
+There are two kinds of ``Blocks``: layers that run one after the other (below), and the blocks of a
+``ModuleList`` (``module_list``). For the latter each stage runs the model's own ``forward``, on a
+copy of the model's containers with stand-ins for the modules that other stages have.
 """
 
 from __future__ import annotations
@@ -284,17 +283,3 @@ def _check_runs_its_part(copied: nn.Module, name: str) -> None:
             f"the forward of {whole} was replaced on this object by {forward!r:.80}, which runs "
             "the whole model: replace it in the class, or by types.MethodType(function, module)"
         )
-
-
-def empty_block(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A block of the same class and with the same plain attributes, without tensors."""
-    empty: nn.Module = block.__class__.__new__(block.__class__)
-    nn.Module.__init__(empty)
-    plain = {key: value for key, value in vars(block).items() if key not in vars(empty)}
-    empty.__dict__.update(plain, forward=forward)
-    return empty
-
-
-def return_input(*args: Any, **kwargs: Any) -> Any:
-    """The forward of a block of another stage, which returns its input."""
-    return args[0] if args else next(iter(kwargs.values()))
