@@ -43,8 +43,8 @@ def test_few_lines_of_a_script_change(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
-def test_the_readme_shows_lines_of_the_diff(name: str) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_pages_show_lines_of_the_diff(name: str) -> None:
+    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/convert.md"))
     blocks = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)
     block = blocks[list(MOST_LINES).index(name)]
     marked = [line for line in block.splitlines() if line[:1] in ("+", "-")]
