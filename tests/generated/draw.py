@@ -248,7 +248,7 @@ def settle(case: Spec) -> Spec:
         for name in inert:
             options.pop(name, None)  # ArgumentError: there is nothing to decide
         if options.get("strategy", "").startswith("HYBRID") or case.get("rules"):
-            # docs/fsdp.md, "Units that a rank skips": they would wait for slots; or gathers and
+            # docs/fsdp-details.md, "Units that a rank skips": they would wait for slots; or gathers and
             # reductions, which have a communicator each, would not be in one order on all ranks.
             for part in walk(model):
                 if part.get("how") == "ranks":
@@ -256,7 +256,7 @@ def settle(case: Spec) -> Spec:
     if case["technique"] == "ddp":
         settle_ddp(case)
     for part in walk(model):
-        # docs/fsdp.md, "Units that a rank skips": none runs more often than on another rank.
+        # docs/fsdp-details.md, "Units that a rank skips": none runs more often than on another rank.
         if part["kind"] == "twice" or has(part, "twice"):
             for inner in walk(part):
                 if inner.get("how") == "ranks":

@@ -138,7 +138,7 @@ ALLOWED: tuple[Allowed, ...] = (
     (
         r"linear\(\) needs the whole tensor, and its argument is sharded: '[\w.]*\bused\.",
         lambda case: has(case["model"], "parent"),
-        "docs/fsdp.md, How a unit is sharded: a module that is never called is no unit",
+        "docs/fsdp-details.md, How a unit is sharded: a module that is never called is no unit",
     ),
 )
 
