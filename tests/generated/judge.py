@@ -123,7 +123,7 @@ ALLOWED: tuple[Allowed, ...] = (
     (
         r"which cannot go to another stage",
         lambda case: has(case["model"], "gives:dataclass", "gives:object"),
-        "docs/pipeline.md, Running one: tensors and plain values go between stages",
+        "docs/pipeline.md, Run a step: tensors and plain values go between stages",
     ),
     (
         r"leaf Variable that requires grad",
