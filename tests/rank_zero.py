@@ -214,7 +214,7 @@ def held_nbytes(device: torch.device | None = None) -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if issubclass(type(item), Tensor) and not item.is_meta:
+        if issubclass(type(item), Tensor) and not item.is_meta and item.layout is torch.strided:
             with torch._C.DisableTorchFunctionSubclass():
                 memory = item.untyped_storage()
             if device is None or memory.device == device:

@@ -248,15 +248,15 @@ def settle(case: Spec) -> Spec:
         for name in inert:
             options.pop(name, None)  # ArgumentError: there is nothing to decide
         if options.get("strategy", "").startswith("HYBRID") or case.get("rules"):
-            # docs/fsdp-details.md, "Units that a rank skips": they would wait for slots; or gathers and
-            # reductions, which have a communicator each, would not be in one order on all ranks.
+            # docs/fsdp-details.md, "Units that a rank skips": they would wait for slots; or gathers
+            # and reductions, which have a communicator each, would not be in one order everywhere.
             for part in walk(model):
                 if part.get("how") == "ranks":
                     part["how"] = "all"
     if case["technique"] == "ddp":
         settle_ddp(case)
     for part in walk(model):
-        # docs/fsdp-details.md, "Units that a rank skips": none runs more often than on another rank.
+        # docs/fsdp-details.md, "Units that a rank skips": none runs more often than on others.
         if part["kind"] == "twice" or has(part, "twice"):
             for inner in walk(part):
                 if inner.get("how") == "ranks":

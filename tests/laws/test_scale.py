@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -189,6 +190,7 @@ def test_a_model_has_as_many_objects_on_1024_ranks_as_on_8(layout: str) -> None:
     for size in (8, 8, 1024):  # the first one fills caches
         with rank_zero(size) as (group, _):
             model = blocks(25, 64)
+            gc.collect()  # what other tests have left
             before = sys.getallocatedblocks()
             wrapped = sharded(model, group, layout=layout)
             objects.append(sys.getallocatedblocks() - before)
