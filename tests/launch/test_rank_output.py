@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.rank_output import RunFolder, Screen
+from echelon.launch.rank_output import RunFolder, Screen, has_output
 
 ABANDONS = """
 import os, signal
@@ -121,3 +121,14 @@ def test_the_screen_shows_neither_a_crash_before_its_report_nor_torchs_want_of_a
             screen.show()
         screen.close_attempt(failed="Warmup" not in written[0])
     assert errors.getvalue() == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "is_output"),
+    [("", False), (WARNING, False), (WARNING * 3, False), (WARNING + "loss 1\n", True)],
+)
+def test_torchs_want_of_a_name_server_is_no_output_of_a_rank(
+    text: str, is_output: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "stderr.log").write_text(text)
+    assert has_output(tmp_path / "stderr.log") is is_output

@@ -60,8 +60,9 @@ def create_knocked(**options):
 if knocked is not None:
     del os.environ["GLOO_SOCKET_IFNAME"]  # with it, torch would make the devices, unseen
     c10d.ProcessGroupGloo.create_device = staticmethod(create_knocked)
-if late and backend == "bare":
-    time.sleep(2.0)
+if late and backend == "bare":  # it looks when the stranger has written, however busy the host is
+    while not (pathlib.Path((folder / "his").read_text()) / "reached").exists():
+        time.sleep(0.01)
 world = ec.init("gloo" if backend == "bare" else backend)
 (folder / f"trials-{rank}").write_text(str(len(trials)))
 torch.manual_seed(rank)
@@ -165,9 +166,13 @@ def check_a_first_connection(how: str, late: int, tmp_path: Path) -> None:
     assert int((tmp_path / "trials-0").read_text()) > 1, "the stranger was not first"
 
 
-def bare_ranks(folder: Path, port: int, **variables: str) -> list[subprocess.Popen[str]]:
-    """Two ranks that no launcher of ours has started: they meet in a TCP store of torch."""
+def bare_ranks(folder: Path, port: int, his: str, **variables: str) -> list[subprocess.Popen[str]]:
+    """Two ranks that no launcher of ours has started: they meet in a TCP store of torch.
+
+    Rank 1 begins when the stranger, whose folder is ``his``, has reached that store.
+    """
     (folder / "job.py").write_text(SCRIPT)
+    (folder / "his").write_text(his)
     return [
         subprocess.Popen(
             [sys.executable, str(folder / "job.py"), "bare", str(folder), "1"],
@@ -204,8 +209,8 @@ def test_memory_that_a_stranger_offers_as_the_store_is_refused_by_its_owner(
     tmp_path: Path,
 ) -> None:
     port = free_port()
-    with stranger("path", str(port)):
-        (error,) = ends(bare_ranks(tmp_path, port), 1)
+    with stranger("path", str(port)) as his:
+        (error,) = ends(bare_ranks(tmp_path, port, his), 1)
     assert "is memory of user 65534, and this process of user 0" in error
     assert "WorldError" in error
 

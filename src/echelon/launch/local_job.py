@@ -29,7 +29,7 @@ from echelon.launch.attempt import (
     restart_lines,
 )
 from echelon.launch.program import Launch
-from echelon.launch.rank_output import RunFolder, Screen
+from echelon.launch.rank_output import RunFolder, Screen, has_output
 from echelon.process import die_with_parent, time_limits
 from echelon.process.lossy_streams import has_lost, lose_rather_than_raise
 from echelon.process.plain_file import open_plain
@@ -81,7 +81,7 @@ def _unseen(launch: Launch, log_dir: Path) -> str | None:
     logs = (
         path for rank in range(1, launch.ranks) for path in log_dir.glob(f"*/*/{rank}/std*.log")
     )
-    unseen = sorted({int(path.parent.name) for path in logs if path.stat().st_size})
+    unseen = sorted({int(path.parent.name) for path in logs if has_output(path)})
     if not unseen:
         return None
     return (

@@ -96,6 +96,14 @@ _CRASH = re.compile(
 )
 # A warning of torch where no name server answers; the address that it has connected to is a number.
 _NOISE = re.compile(r"^\[W.*socket\.cpp.*hostname of the client socket cannot.*\n", re.M)
+_MAX_NOISE = 1 << 16  # characters
+
+
+def has_output(log: Path) -> bool:
+    """Whether a rank has written more into its log than warnings that say nothing."""
+    with log.open(errors="replace") as file:
+        text = file.read(_MAX_NOISE)
+    return len(text) == _MAX_NOISE or bool(_NOISE.sub("", text))
 
 
 class _Rows(Protocol):
