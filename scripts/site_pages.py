@@ -10,40 +10,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
+from site_links import DOCS, LINK, OUTSIDE, PROGRAMS, page_of
 
-ROOT = Path(__file__).resolve().parent.parent
-# Pages of the repository that lie outside of docs/, by their names on the site.
-OUTSIDE = {
-    "contributing.md": ROOT / "CONTRIBUTING.md",
-    "changelog.md": ROOT / "CHANGELOG.md",
-    "benchmarks-method.md": ROOT / "benchmarks" / "README.md",
-}
-_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
 _PICTURE = re.compile(r'<p>\s*<img alt="([^"]*)" src="[^"]*?(images/[\w-]+\.svg)"[^>]*>\s*</p>')
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside, with links as they are on the site."""
+    """Add the pages from outside, with links as they are on the site, and the programs."""
     for name, path in OUTSIDE.items():
-        content = _LINK.sub(partial(_on_site, path), path.read_text())
+        content = LINK.sub(partial(_on_site, path, ""), path.read_text())
         files.append(File.generated(config, name, content=content))
+    for name, path in PROGRAMS.items():
+        content = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+        not_in_nav = InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, name, content=content, inclusion=not_in_nav))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links that leave docs/ lead to the pages that were added."""
-    if page.file.src_uri in OUTSIDE:
+    source = DOCS / page.file.src_uri
+    if not source.exists():  # added by on_files
         return markdown
-    source = ROOT / "docs" / page.file.src_uri
-    depth = "../" * page.file.src_uri.count("/")
-
-    def change(link: re.Match[str]) -> str:
-        target = (source.parent / link[1]).resolve()
-        name = _outside_name(target)
-        return link[0] if name is None else f"]({depth}{name}"
-
-    return _LINK.sub(change, markdown)
+    return LINK.sub(partial(_on_site, source, "../" * page.file.src_uri.count("/")), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -53,7 +43,7 @@ def on_page_content(html: str, **_: Any) -> str:
     """
 
     def drawings(image: re.Match[str]) -> str:
-        path = ROOT / "docs" / image[2]
+        path = DOCS / image[2]
         narrow = path.with_stem(f"{path.stem}-narrow")
         if not narrow.exists():
             return _figure(path, image[1], "drawing")
@@ -68,15 +58,10 @@ def _figure(path: Path, label: str, classes: str) -> str:
     return f'<figure class="{classes}" role="img" aria-label="{label}">{svg}</figure>'
 
 
-def _outside_name(target: Path) -> str | None:
-    return next((name for name, path in OUTSIDE.items() if path == target), None)
-
-
-def _on_site(page: Path, match: re.Match[str]) -> str:
-    """The link of a page from outside as it is on the site."""
-    link = match[1]
-    target = (page.parent / link).resolve()
-    name = _outside_name(target)
-    if name is None and target.is_relative_to(ROOT / "docs"):
-        name = target.relative_to(ROOT / "docs").as_posix()
-    return "](" + (name or ("index.md" if target == ROOT / "README.md" else link))
+def _on_site(source: Path, to_root: str, link: re.Match[str]) -> str:
+    """A link of a page as it is on the site."""
+    target = (source.parent / link[1]).resolve()
+    if source.is_relative_to(DOCS) and target.is_relative_to(DOCS):
+        return link[0]
+    page = page_of(target)
+    return link[0] if page is None else f"]({to_root}{page}"
