@@ -50,6 +50,10 @@ HERE = Path(__file__).resolve().parent
 WARM_UP = 3  # calls that make optimizer states and record orders
 RANKS = 2
 PATIENCE_S = 300.0  # for a start or one sample of a job
+# glibc gives freed memory back, or not, by what a process has asked for before. Its pages are then
+# mapped anew, which costs a gather of all units between 8,000 and 24,000 faults from one start to
+# the next. So all memory is of the heap, which keeps it.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 Times = dict[str, float]  # seconds of one call by workload; "cpu" is processor time
 Facts = dict[str, Any]
@@ -314,7 +318,7 @@ def running(tree: Path, world: WorldKind, names: list[str], quick: bool) -> Iter
     command += [str(HERE / "against.py"), str(tree), "--world", world, "--only", ",".join(names)]
     command += ["--quick"] if quick else []
     path = os.pathsep.join((str(tree / "src"), str(HERE)))
-    environ = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {**os.environ, **KEEP_MEMORY, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/turns")
         listener.listen()
