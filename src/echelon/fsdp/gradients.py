@@ -36,8 +36,7 @@ gradients get new memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import final
@@ -50,7 +49,7 @@ from echelon.comm.buffers import out_of_memory
 from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, device_of
 from echelon.comm.work import Window, Work
-from echelon.errors import CommTimeout
+from echelon.errors import CommTimeout, DeviceMemoryError
 from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.shard_layout import RowPiece
@@ -346,19 +345,17 @@ class Reduction:
         Raises:
             DeviceMemoryError: the device has no memory for it.
         """
-        with self._naming_memory():
+        try:
             self._start(gradients)
             if self._work is None:
                 self._store()
-
-    @contextmanager
-    def _naming_memory(self) -> Iterator[None]:
-        """Say whose gradients the device has no memory for in the body."""
-        try:
-            yield
         except torch.OutOfMemoryError as error:
-            nbytes = self.shard.storage.layout.padded_numel * self.shard.wire_dtype.itemsize
-            raise out_of_memory(self._label, nbytes, self._devices.device, error) from error
+            raise self._out_of_memory(error) from error
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> DeviceMemoryError:
+        """The error that says for whose gradients the device has no memory."""
+        nbytes = self.shard.storage.layout.padded_numel * self.shard.wire_dtype.itemsize
+        return out_of_memory(self._label, nbytes, self._devices.device, error)
 
     def _start(self, gradients: list[Tensor | None]) -> None:
         shard, storage, stream = self.shard, self.shard.storage, self._devices.reduce_stream
@@ -457,8 +454,10 @@ class Reduction:
         if work is not None:
             with self._devices.reduce_stream.as_current():
                 work.wait()
-            with self._naming_memory():
+            try:
                 self._store()
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(error) from error
 
     def finish(self) -> None:
         """Wait for the reduction, and leave the result in the views."""
@@ -474,8 +473,10 @@ class Reduction:
         if self._output is not None:  # it is on the host, which adds when the copy is over
             assert self._event is not None
             self._event.synchronize()
-            with self._naming_memory():
+            try:
                 self.shard.accumulate(self._output, add=self._reduced_before is not None)
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(error) from error
             self._output = None
 
     def set_grads(self, used: Sequence[bool]) -> None:
