@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.comm import streams
 from echelon.comm.derived import Reduce
-from echelon.comm.fake.group import FakeGroup
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.group import Group
 from echelon.comm.primitives import (
     AllGather,
@@ -35,7 +35,7 @@ from echelon.comm.primitives import (
     Send,
 )
 from echelon.comm.threads.group import ThreadGroup
-from echelon.comm.work import Work
+from echelon.comm.work import CompletedWork, Work
 from echelon.modules.sharded_tensor import local_shard
 from tests.device.clocks import Line, Memory, Point
 from tests.device.detector import Detector, Part, place_of_call
@@ -478,7 +478,7 @@ def _watched(start: Callable[..., Work]) -> Callable[..., Work]:
             mail = (group.thread_world, group.name, peer, group.rank, operation.tag)
         with _muted(played):
             inner = start(group, call, operation)
-        return PlayedWork(inner, played, line, mail)
+        return PlayedWork(inner or CompletedWork(call), played, line, mail)
 
     return watched
 
@@ -564,7 +564,7 @@ def played_devices() -> Iterator[None]:
     """Inside, the CPU of each thread that is ``watched`` is a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(streams.kinds, "cpu", _device)
-        for group in (FakeGroup, ThreadGroup):
+        for group in (LoneGroup, ThreadGroup):
             patch.setattr(group, "_start", _watched(group._start))
         patch.setattr(Group, "subgroup", _making_subgroups(Group.subgroup))
         for method in ("tolist", "numpy"):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon import MixedPrecision, Offload, Strategy
-from echelon.comm.fake.group import FakeGroup
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.group import Group
 from echelon.comm.world import World
 from echelon.fsdp.policy import BackwardPrefetch
@@ -109,7 +109,7 @@ def fsdp(
     model: Callable[[], nn.Module] = Model,
     **options: Any,
 ) -> Training:
-    group = FakeGroup(rank, range(size * replicas))
+    group = LoneGroup(rank, range(size * replicas))
     shard: Group = group if replicas == 1 else part_of(group, range(size))
     if replicas > 1:
         options["replicate"] = part_of(group, range(0, size * replicas, size))
@@ -124,7 +124,7 @@ def part_of(group: Group, ranks: range) -> Group:
 
 
 def ddp(rank: int = 0, model: Callable[[], nn.Module] = Model, **options: Any) -> Training:
-    group = FakeGroup(rank, range(4))
+    group = LoneGroup(rank, range(4))
     return Training(ec.DDP(model(), group, **options), group)
 
 

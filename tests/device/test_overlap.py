@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.comm.fake.group import FakeGroup
+from echelon.comm.lone.group import LoneGroup
 from tests.device.detector import Detector
 from tests.device.played_device import played_devices, watched
 from tests.device.programs import part_of
@@ -54,7 +54,7 @@ def times(costs: dict[str, float], *, replicas: int = 1, **options: Any) -> tupl
 
     with played_devices(), watched(Detector(costs=cost)) as detector:
         blocks = nn.Sequential(*[Block() for _ in range(NUM_UNITS)])
-        group: ec.Group = FakeGroup(0, range(4 * replicas))
+        group: ec.Group = LoneGroup(0, range(4 * replicas))
         if replicas > 1:
             options["strategy"] = ec.Strategy.HYBRID_SHARD
             options["replicate"] = part_of(group, range(0, 4 * replicas, 4))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon.comm import streams
-from echelon.comm.fake.group import FakeGroup
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.group import Group
 from echelon.comm.world import World
 from echelon.errors import StateError
@@ -181,7 +181,7 @@ def runs_out_of_memory(
     torch.manual_seed(0)
     model = ec.FSDP(
         Failing().double(),
-        FakeGroup(0, range(2)),
+        LoneGroup(0, range(2)),
         units=ec.units.by_type(Block),
         layout=layout,
         precision=PRECISIONS[precision],
@@ -233,8 +233,8 @@ class OneQueue(streams.PlainDevice):
 def test_a_device_whose_streams_share_a_queue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(streams.kinds, "cpu", OneQueue)
     with pytest.raises(ec.UnsupportedError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
-        ec.FSDP(Block(6, 7), FakeGroup(0, range(2)))
-    ec.FSDP(Block(6, 7), FakeGroup(0, range(1)))
+        ec.FSDP(Block(6, 7), LoneGroup(0, range(2)))
+    ec.FSDP(Block(6, 7), LoneGroup(0, range(1)))
 
 
 class NoHost(streams.PlainDevice):
@@ -273,15 +273,15 @@ def test_a_compiled_module_that_records_cuda_graphs_is_refused_by_name(
     graphs = [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}]
     if when == "before":
         for options in modes:
-            graphed(part, when, options, FakeGroup(0, range(2)))
-        graphed(part, when, graphs[0], FakeGroup(0, range(2)))  # on the CPU, which has none
+            graphed(part, when, options, LoneGroup(0, range(2)))
+        graphed(part, when, graphs[0], LoneGroup(0, range(2)))  # on the CPU, which has none
     monkeypatch.setitem(streams.kinds, "cpu", NoHost)
     for options in modes if when == "before" else []:
-        graphed(part, when, options, FakeGroup(0, range(2)))
+        graphed(part, when, options, LoneGroup(0, range(2)))
     name = part or "the model"
     for options in graphs:
         with pytest.raises(ec.UnsupportedError, match=f"^{name} is compiled in a mode that rec"):
-            graphed(part, when, options, FakeGroup(0, range(2)))
+            graphed(part, when, options, LoneGroup(0, range(2)))
 
 
 class Checkpointed(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import echelon as ec
-from echelon.comm.fake.group import FakeGroup
+from echelon.comm.lone.group import LoneGroup
 from echelon.laboratory.allocations import Allocations
 
 
@@ -48,7 +48,7 @@ def test_parameters_that_are_resharded_count_no_more_though_nothing_touches_them
     counts: list[int] = []
     with Allocations(counts.append):
         units = ec.units.by_type(nn.Linear)
-        sharded = ec.FSDP(model, FakeGroup(0, range(2)), units=units, min_num_params=0)
+        sharded = ec.FSDP(model, LoneGroup(0, range(2)), units=units, min_num_params=0)
         x = torch.ones(1, 100)
         counts.clear()
         with torch.no_grad():

@@ -25,7 +25,7 @@ In reading order::
     threads           the world of simulated ranks
     shm               the world of processes of one host
     torch_dist        worlds over the engines of ``torch.distributed``
-    fake              one rank without its peers, which are taken to be like it
+    lone              one rank without its peers, which are taken to be like it
 
 To add a collective: ``derived`` (how it is made of a primitive), ``group`` (one method), and a test
 that runs it in all worlds. To add a world: a folder here with a subclass of ``Group`` that writes

@@ -52,7 +52,6 @@ from echelon.comm.work import Window, Work
 from echelon.errors import CommTimeout, DeviceMemoryError
 from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
-from echelon.fsdp.shard_layout import RowPiece
 from echelon.fsdp.storage import Storage
 from echelon.modules.held_memory import count_references
 from echelon.modules.sharded_tensor import ShardedTensor
@@ -145,7 +144,6 @@ class GradientShard:
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
         self._version = 0  # of ``flat``, when it was last the rounded sum
-        self._pieces: list[list[RowPiece]] = []  # by rows, by parameter
         self._slot_views: dict[int, Sequence[Tensor | list[Tensor]]] = {}  # by index of a slot
         if grad_dtype != storage.dtype:
             for param in storage.optimizer_params:
@@ -218,10 +216,8 @@ class GradientShard:
     def _views_in(self, memory: Tensor) -> Sequence[Tensor | list[Tensor]]:
         if not self.storage.rows:
             return self.storage.views_in(memory)
-        layout = self.storage.layout
-        self._pieces = self._pieces or layout.pieces()
         views: list[Tensor | list[Tensor]] = []
-        for pieces, shape in zip(self._pieces, layout.shapes, strict=True):
+        for pieces, shape in zip(self.storage.row_pieces, self.storage.layout.shapes, strict=True):
             parts = [piece.view(memory, shape) for piece in pieces]
             is_whole = len(parts) == 1 and parts[0].shape == shape
             views.append(parts[0] if is_whole else parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -17,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import StateError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices
-from echelon.fsdp.shard_layout import ShardLayout
+from echelon.fsdp.shard_layout import RowPiece, ShardLayout
 from echelon.fsdp.storage_shardings import flat_sharding, shardings_of
 from echelon.fsdp.units import Member
 from echelon.modules.sharded_tensor import (
@@ -109,6 +110,11 @@ class Storage(ABC):
         self._allocate()
         self.shows_parts = self.sharded and self.group.size > 1
         self.shardings = shardings_of(self) if self.shows_parts else []
+
+    @cached_property
+    def row_pieces(self) -> list[list[RowPiece]]:
+        """By rows, of each parameter, where its rows are in the parts of all ranks."""
+        return self.layout.pieces()
 
     @abstractmethod
     def _allocate(self) -> None:

@@ -165,7 +165,7 @@ class GatheredStorage(Storage):
         """Views of the buffer, and of the parts from which they are copied."""
         targets, sources = [], []
         for whole, shape, pieces in zip(
-            self.unsharded, self.layout.shapes, self.layout.pieces(), strict=True
+            self.unsharded, self.layout.shapes, self.row_pieces, strict=True
         ):
             for piece in pieces:
                 source, stop = (

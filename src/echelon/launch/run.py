@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from echelon.checks import flag, integer, positive
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.streams import has_devices, local_device
-from echelon.comm.threads.group import ThreadGroup
-from echelon.comm.threads.rank_order import OneRank
 from echelon.comm.threads.rank_rules import OneQueue, RankRules, TaggedMessages
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
@@ -215,8 +214,7 @@ def init(
 
 
 def _alone(timeout: float, job: JobEnvironment | None) -> World:
-    thread_world = ThreadWorld(OneRank(), 1, timeout)
-    group = ThreadGroup(thread_world, 0, [0], device=local_device(0))
+    group = LoneGroup(0, [0], device=local_device(0), timeout=timeout, shares_memory=True)
     if job is None:
         return World(group, backend="single")
     monitor = RankMonitor.of_job(job, os.environ)

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from echelon import checks, events
-from echelon.comm.fake.group import FakeGroup
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.mesh import axis_ranks
 from echelon.comm.primitives import Primitive
 from echelon.comm.torch_dist.algorithms import scratch_nbytes
@@ -251,13 +251,13 @@ class _Scratch:
     """What groups over gloo keep to reduce in: each the most that one of its operations needs."""
 
     def __init__(self) -> None:
-        self._most: dict[FakeGroup, int] = {}
+        self._most: dict[LoneGroup, int] = {}
 
     @property
     def nbytes(self) -> int:
         return sum(self._most.values())
 
-    def note(self, group: FakeGroup, operation: Primitive) -> None:
+    def note(self, group: LoneGroup, operation: Primitive) -> None:
         nbytes = scratch_nbytes(operation, group.rank, group.size)
         self._most[group] = max(nbytes, self._most.get(group, 0))
 
@@ -321,7 +321,7 @@ def fake_world(
     stages: World,
     options: DryRunOptions,
     steps: StepCounter | None = None,
-    issued: Callable[[FakeGroup, Primitive], None] | None = None,
+    issued: Callable[[LoneGroup, Primitive], None] | None = None,
 ) -> World:
     """The job as a rank of this stage sees it: of all others, the other stages are there.
 
@@ -333,7 +333,7 @@ def fake_world(
     lengths = {"pp": plan.pp, "dp": plan.dp, "shard": plan.shard}
     line = axis_ranks("pp", options.data_rank, lengths)
     stages.group.shares_memory = options.shares_memory  # a pipeline over other memory keeps sends
-    group = FakeGroup(
+    group = LoneGroup(
         line[stages.rank],
         range(plan.num_ranks),
         present=stages.group,

@@ -155,17 +155,15 @@ class Algorithms:
                 return tensor, tag
             return tensor if tensor.numel() else self._token, sized_tag(tag, tensor.numel())
 
-        received = []
+        posted = []
         for peer in peers.others:
             place, sized = message(outputs[peer])
-            received.append(peers.recv(place, peer, sized))
-        sent = []
+            posted.append(peers.recv(place, peer, sized))
         for peer in peers.others:
             data, sized = message(inputs[peer])
-            sent.append(peers.send(data, peer, sized))
+            posted.append(peers.send(data, peer, sized))
         _copy(outputs[peers.rank], inputs[peers.rank])
-        peers.wait(received, deadline)
-        peers.wait(sent, deadline)
+        peers.wait(posted, deadline)
 
     @cached_property
     def _token(self) -> Tensor:

@@ -64,10 +64,9 @@ class Agreement:
             local if rank == peers.rank else torch.empty_like(local) for rank in range(peers.size)
         ]
         deadline = peers.deadline()
-        received = [peers.recv(rows[peer], peer, tag) for peer in peers.others]
-        sent = [peers.send(local, peer, tag) for peer in peers.others]
-        peers.wait(received, deadline)
-        peers.wait(sent, deadline)
+        posted = [peers.recv(rows[peer], peer, tag) for peer in peers.others]
+        posted += [peers.send(local, peer, tag) for peer in peers.others]
+        peers.wait(posted, deadline)
         return rows
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.fake.group import FakeGroup
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.world import World
 from echelon.errors import UnsupportedError
 
@@ -17,7 +17,7 @@ def ones(numel: int) -> torch.Tensor:
     ("op", "expected"), [("sum", 6.0), ("mean", 2.0), ("min", 2.0), ("max", 2.0), ("product", 8.0)]
 )
 def test_a_reduction_is_that_of_equal_values(op: str, expected: float) -> None:
-    group = FakeGroup(1, range(3))
+    group = LoneGroup(1, range(3))
     value = 2 * ones(4)
     group.all_reduce(value, op)
     assert value.tolist() == [expected] * 4
@@ -31,12 +31,12 @@ def test_the_exclusive_or_of_equal_values_depends_on_how_many_there_are(
     size: int, expected: int
 ) -> None:
     value = torch.tensor([5])
-    FakeGroup(0, range(size)).all_reduce(value, "bxor")
+    LoneGroup(0, range(size)).all_reduce(value, "bxor")
     assert value.item() == expected
 
 
 def test_what_is_gathered_is_what_this_rank_gave() -> None:
-    group = FakeGroup(2, range(4))
+    group = LoneGroup(2, range(4))
     output = torch.zeros(8, dtype=torch.float64)
     group.all_gather_single(output, torch.arange(2.0, dtype=torch.float64))
     assert output.tolist() == [0.0, 1.0] * 4
@@ -51,7 +51,7 @@ def test_what_is_gathered_is_what_this_rank_gave() -> None:
 
 
 def test_messages_and_barriers_return() -> None:
-    group = FakeGroup(0, range(2))
+    group = LoneGroup(0, range(2))
     group.send(ones(1), 1)
     group.irecv(ones(1), 1).wait()
     work = group.barrier(async_op=True)
@@ -60,7 +60,7 @@ def test_messages_and_barriers_return() -> None:
 
 
 def test_a_thousand_ranks_have_a_mesh() -> None:
-    mesh = World(FakeGroup(437, range(1000)), backend="fake").mesh(dp=10, shard=100)
+    mesh = World(LoneGroup(437, range(1000)), backend="fake").mesh(dp=10, shard=100)
     assert mesh.coordinates == {"dp": 4, "shard": 37}
     assert (mesh["shard"].rank, mesh["shard"].size) == (37, 100)
     assert mesh["dp"].ranks == tuple(range(37, 1000, 100))
@@ -71,7 +71,7 @@ def test_ranks_that_are_there_communicate_in_their_subgroup() -> None:
 
     def main(present: ec.World) -> list[float]:
         line = (0, 3)
-        group = FakeGroup(line[present.rank], range(6), present=present.group, present_ranks=line)
+        group = LoneGroup(line[present.rank], range(6), present=present.group, present_ranks=line)
         mesh = World(group, backend="fake").mesh(pp=2, shard=3)
         value = torch.tensor([float(present.rank + 1)])
         mesh["pp"].all_reduce(value)
@@ -84,15 +84,15 @@ def test_ranks_that_are_there_communicate_in_their_subgroup() -> None:
 
 def test_memory_is_shared_only_where_it_was_asked_for() -> None:
     with pytest.raises(UnsupportedError, match="do not share memory"):
-        FakeGroup(0, range(2)).shared_tensor(4)
-    group = FakeGroup(0, range(2), shares_memory=True)
+        LoneGroup(0, range(2)).shared_tensor(4)
+    group = LoneGroup(0, range(2), shares_memory=True)
     assert group.shared_tensor(4).numel() == 4
     assert group.window(3).local.numel() == 3
 
 
 def test_operations_of_a_group_and_its_subgroups_are_told() -> None:
     heard: list[tuple[int, str]] = []
-    group = FakeGroup(
+    group = LoneGroup(
         0, range(4), issued=lambda group, call: heard.append((group.size, type(call).__name__))
     )
     group.all_reduce(torch.ones(2))

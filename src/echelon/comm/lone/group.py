@@ -1,8 +1,8 @@
-"""``FakeGroup``: a group whose other ranks are not there, and are taken to be like this one.
+"""``LoneGroup``: one rank, whose peers, if it has any, are taken to be like it.
 
-A program runs in it as one rank of thousands, to see what it allocates and calls. What it computes
-has no meaning beyond shapes. Groups of PyTorch's backend ``"fake"`` do the same for programs of
-``torch.distributed``.
+A script that runs by itself has no peers. With them, a program runs as one rank of thousands, to
+see what it allocates and calls: what it computes has no meaning beyond shapes. Groups of PyTorch's
+backend ``"fake"`` do the same for programs of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echelon.diagnosis.collective_call import CollectiveCall
 
 
 @final
-class FakeGroup(Group):
+class LoneGroup(Group):
     """One rank of a group, without the others.
 
     A collective has the result that it had if the other ranks gave the same values; a message is
@@ -37,13 +37,15 @@ class FakeGroup(Group):
     Args:
         rank: this rank in the group.
         ranks: the ranks of the members in the job.
+        device: of the tensors; None: the CPU.
+        timeout: the seconds that a rank is said to wait for others; nobody is waited for.
         present: a group of those ranks that are there, which is what a subgroup of all of them is.
         present_ranks: their ranks in the job.
         shares_memory: whether the group is to behave as one whose ranks share memory.
         issued: is called with each operation, by this group and its subgroups.
 
     Example:
-        >>> group = FakeGroup(3, range(1000))
+        >>> group = LoneGroup(3, range(1000))
         >>> value = torch.ones(2)
         >>> group.all_reduce(value)
         >>> value.tolist(), len(group.all_gather_object("text"))
@@ -55,18 +57,20 @@ class FakeGroup(Group):
         rank: int,
         ranks: Sequence[int],
         *,
+        device: torch.device | None = None,
+        timeout: float = 300.0,
         present: Group | None = None,
         present_ranks: Sequence[int] = (),
         shares_memory: bool = False,
         name: str = "world",
-        issued: Callable[[FakeGroup, Primitive], None] | None = None,
+        issued: Callable[[LoneGroup, Primitive], None] | None = None,
     ) -> None:
         super().__init__(
             name,
             rank,
             ranks,
-            torch.device("cpu"),
-            300.0,
+            device or torch.device("cpu"),
+            timeout,
             shares_memory=shares_memory,
             note=lambda call: None,
         )
@@ -76,14 +80,15 @@ class FakeGroup(Group):
     def _use_timeout(self, seconds: float) -> None:
         """Nobody is waited for."""
 
-    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work:
+    def _start(self, call: CollectiveCall, operation: Primitive | Derived) -> Work | None:
         if isinstance(operation, Derived):
             operation = operation.primitive(self.rank, self.size)
         if self._issued is not None:
             self._issued(self, operation)
-        with torch.inference_mode():
-            _act(operation, self.rank, self.size)
-        return CompletedWork(call)
+        if type(operation) is not AllReduce or self.size > 1:
+            with torch.inference_mode():  # inference tensors can be written only in it
+                _act(operation, self.rank, self.size)
+        return None if call.blocking else CompletedWork(call)
 
     def _subgroup(
         self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
@@ -93,7 +98,7 @@ class FakeGroup(Group):
         ranks = [self.ranks[member] for member in members]
         if self._present is not None and ranks == list(self._present_ranks):
             return self._present
-        return FakeGroup(
+        return LoneGroup(
             ranks.index(self.ranks[self.rank]),
             ranks,
             present=self._present,
@@ -101,6 +106,8 @@ class FakeGroup(Group):
             shares_memory=self.shares_memory,
             name=name,
             issued=self._issued,
+            device=device or self.device,
+            timeout=self.timeout,
         )
 
     def _window(self, call: CollectiveCall, numel: int, dtype: torch.dtype) -> Window:

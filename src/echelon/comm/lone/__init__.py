@@ -1,4 +1,4 @@
 """Ranks that are not there: one rank runs as if it had peers that are like it.
 
-``group``  ``FakeGroup``, whose calls return at once
+``group``  ``LoneGroup``, whose calls return at once
 """
