@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.comm import streams
 from echelon.comm.derived import Reduce
-from echelon.comm.lone.group import LoneGroup
 from echelon.comm.group import Group
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.primitives import (
     AllGather,
     AllReduce,

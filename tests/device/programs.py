@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon import MixedPrecision, Offload, Strategy
-from echelon.comm.lone.group import LoneGroup
 from echelon.comm.group import Group
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.world import World
 from echelon.fsdp.policy import BackwardPrefetch
 from echelon.pipeline.schedules.families import FAMILIES

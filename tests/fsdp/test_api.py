@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ec
 from echelon.comm import streams
-from echelon.comm.lone.group import LoneGroup
 from echelon.comm.group import Group
+from echelon.comm.lone.group import LoneGroup
 from echelon.comm.world import World
 from echelon.errors import StateError
 from tests.fsdp.checking import same_grads, shard, whole_grads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,6 +272,92 @@ def loss_aside(world: ec.World) -> None:
 def test_a_backward_that_comes_to_a_unit_by_another_way_than_its_outputs_is_refused(kind) -> None:
     with pytest.raises(ec.StateError, match="by a way that its outputs do not show"):
         run_world(kind, loss_aside, 2)
+
+
+class UsedByParent(nn.Module):
+    """Uses the weight of a module that it never calls, or leaves that to the loss."""
+
+    def __init__(self, *, in_forward: bool) -> None:
+        super().__init__()
+        self.used, self.in_forward = nn.Linear(WIDTH, WIDTH, bias=False), in_forward
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.linear(x, self.used.weight) if self.in_forward else x)
+
+    def loss(self, output: Tensor) -> Tensor:
+        loss = output.square().sum()
+        return loss if self.in_forward else loss + self.used.weight.square().sum()
+
+
+def added_gradients(world: ec.World, *, in_forward: bool, reduction: str) -> None:
+    torch.manual_seed(0)
+    alone = UsedByParent(in_forward=in_forward).double()
+    torch.manual_seed(0)
+    model = ec.FSDP(
+        UsedByParent(in_forward=in_forward).double(),
+        world.group,
+        units=ec.units.by_type(nn.Linear),
+        strategy=ec.Strategy.NO_SHARD,
+        min_num_params=0,
+        reduction=reduction,
+    )
+    batches = torch.randn(3, world.size, 2, WIDTH, dtype=torch.float64)
+    for batch in batches:  # without zero_grad() between them
+        model.module.loss(model(batch[world.rank])).backward()
+        scale = world.size if reduction == "mean" else 1
+        for part in batch:
+            (alone.loss(alone(part)) / scale).backward()
+    for mine, expected in zip(model.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_a_gradient_that_no_output_announces_is_added_to_a_reduced_one(
+    in_forward: bool, reduction: str, kind: str
+) -> None:
+    job = partial(added_gradients, in_forward=in_forward, reduction=reduction)
+    run_world(kind, job, 2)
+
+
+class RecomputedAndCalled(nn.Module):
+    """Calls a module a second time that reentrant checkpointing has called."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(WIDTH, WIDTH), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(checkpoint(self.shared, self.first(x), use_reentrant=True))
+
+
+class Transposed(nn.Module):
+    """Has a weight whose gradient is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+SHARED = [lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.LayerNorm(WIDTH), Transposed]
+
+
+def recomputed_and_called(world: ec.World, shared: int) -> None:
+    model = RecomputedAndCalled(SHARED[shared]())
+    rule = ec.units.by_type(nn.Linear, nn.LayerNorm, Transposed)
+    wrapped = ec.FSDP(model, world.group, units=rule, min_num_params=0)
+    wrapped(torch.randn(2, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("shared", range(len(SHARED)))
+def test_a_second_gradient_after_the_first_was_reduced_is_refused_by_name(shared: int) -> None:
+    with pytest.raises(ec.StateError, match=r"'shared' got a second gradient.*use_reentrant=Fal"):
+        ec.run(recomputed_and_called, 2, args=(shared,))
 
 
 def frozen_after_wrapping(world: ec.World) -> list[str]:

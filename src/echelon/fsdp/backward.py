@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.errors import StateError, UnsupportedError
@@ -73,6 +73,8 @@ class Backward:
         for u, unit in enumerate(units):
             for param in unit.trainable:
                 self._handles.append(self._user_hooks.register(param, self._gradient_hook(u)))
+                if not unit.is_sharded:  # what it keeps may be used outside its forward
+                    self._handles.append(param.register_hook(self._announcing_hook(u)))
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters."""
@@ -221,6 +223,24 @@ class Backward:
 
         return hook
 
+    def _announcing_hook(self, u: int) -> Callable[[torch.Tensor], None]:
+        reference = weakref.ref(self)
+
+        def hook(gradient: torch.Tensor) -> None:
+            backward = reference()
+            if backward is not None:
+                backward._gradient_comes(u)
+
+        return cast(Callable[[torch.Tensor], None], unserializable_hook(hook))
+
+    def _gradient_comes(self, u: int) -> None:
+        """Autograd is about to add a gradient to ``.grad``, which may be a reduced one."""
+        current = self._pass
+        if current is None or current.units[u].state in (UNREACHED, SKIPPED):
+            current = self._begin()
+            self._open(current, u)
+            current.units[u].inside += 1  # no hook tells when backward leaves it
+
     def _gradient_arrived(self, u: int, param: nn.Parameter) -> None:
         current = self._pass
         if current is None or current.units[u].state in (UNREACHED, SKIPPED):
@@ -273,7 +293,9 @@ class Backward:
         if state.inside:
             return
         if state.state is COMPLETE:
-            unit.reshard()  # its frozen parameters were needed until now
+            if not state.nested or not unit.gradient_shards:
+                unit.reshard()  # its frozen parameters were needed until now
+            # else another gradient may come, which is refused if its parameter is whole
             return
         if state.remaining > 0 or self._awaits(current, u):
             return
