@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
@@ -51,6 +53,33 @@ def syncs_by_hand(world: World) -> None:
 @pytest.mark.slow
 def test_gradients_are_reduced_by_hand() -> None:
     ec.run(syncs_by_hand, 3)
+
+
+class UsedByFirst(nn.Module):
+    """Has a layer that only rank 0 uses."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer, self.rank = nn.Linear(4, 4), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.rank else self.layer(x)
+
+
+def syncs_without_gradients(world: World) -> float:
+    torch.manual_seed(0)
+    rule = ec.units.by_type(nn.Linear)
+    model = ec.FSDP(UsedByFirst(world.rank), world.group, units=rule, min_num_params=0)
+    with model.no_sync():
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    model.sync_gradients()
+    with pytest.raises(StateError, match="no gradients to reduce"):
+        model.sync_gradients()
+    return model.module.layer.bias.grad.sum().item()
+
+
+def test_a_rank_whose_forward_used_no_parameter_takes_part_in_a_reduction_by_hand() -> None:
+    assert ec.run(syncs_without_gradients, 2) == [4.0, 4.0]  # the mean of 2 and 0, four times
 
 
 def divides(world: World, reduction: Any, scale: float) -> None:

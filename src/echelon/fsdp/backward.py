@@ -61,6 +61,7 @@ class Backward:
         self.requires_gradient_sync = True
         self.forwards = [UnitForwards() for _ in units]
         self.hands_over = False
+        self._may_have_kept = False  # a forward has had a graph since the last reduction
         self._runs: weakref.WeakSet[ForwardRun] = weakref.WeakSet()  # a backward of them may come
         self._in_forward: list[int] = []  # units in whose forward this rank is, outside of backward
         self._pass: BackwardPass | None = None
@@ -87,6 +88,7 @@ class Backward:
     def begin_forward(self, run: ForwardRun) -> None:
         """An outermost forward begins, whose backward may come."""
         self._user_hooks.defer()
+        self._may_have_kept |= run.has_graph
         self._runs.add(run)
         self._in_forward.clear()
 
@@ -350,6 +352,7 @@ class Backward:
         if not current.requires_gradient_sync:
             self._keep_rest(current)
             return
+        self._may_have_kept = False
         self._reducer.launch_rest(current)
         for unit in self._units:
             unit.reshard()
@@ -391,9 +394,12 @@ class Backward:
                     unit.unshard()
 
     def reduce_now(self, *, may_be_none: bool) -> None:
-        """Reduce what ``no_sync`` kept; with ``may_be_none`` a rank may take part with zeros."""
+        """Reduce what ``no_sync`` kept; with ``may_be_none`` a rank may take part with zeros.
+
+        So may a rank whose forwards have used no parameter that trains.
+        """
         check_may_sync(in_no_sync=not self.requires_gradient_sync, in_backward=self.is_running)
-        if not self._reducer.kept and not may_be_none:
+        if not self._reducer.kept and not may_be_none and not self._may_have_kept:
             raise StateError(
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
                 "under no_sync()? Without it, backward reduces them itself"
