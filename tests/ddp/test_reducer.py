@@ -137,6 +137,25 @@ def test_autograd_grad_under_no_sync_does_not_communicate():
     ec.run(main, 2)
 
 
+@pytest.mark.parametrize("of", ["input", "parameters"])
+def test_a_rank_alone_may_take_a_gradient_that_no_parameter_accumulates(of):
+    def main(world):
+        plain, ddp = mlp(), ec.DDP(mlp(), world.group, **SMALL)
+        for step in range(2):
+            x = rows(step, 2)
+            plain.zero_grad()
+            ddp.zero_grad()
+            plain(x).pow(2).mean().backward()
+            mine = share(x, world.rank, 2).clone().requires_grad_()
+            if world.rank == 0:  # the other rank does nothing, so a reduction would be its next
+                inputs = mine if of == "input" else list(ddp.parameters())
+                assert all(g.isfinite().all() for g in torch.autograd.grad(ddp(mine).sum(), inputs))
+            ddp(mine).pow(2).mean().backward()
+            assert_close(ddp, plain)
+
+    ec.run(main, 2)
+
+
 @pytest.mark.parametrize("form", [Output, Opaque])
 def test_the_output_may_hide_in_an_object(form):
     def main(world):

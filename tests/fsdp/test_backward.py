@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -320,6 +321,33 @@ def test_a_gradient_that_no_output_announces_is_added_to_a_reduced_one(
 ) -> None:
     job = partial(added_gradients, in_forward=in_forward, reduction=reduction)
     run_world(kind, job, 2)
+
+
+def gradient_of_an_input(world: ec.World) -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+    rule = ec.units.by_type(nn.Linear)
+    model = ec.FSDP(copy.deepcopy(alone), world.group, units=rule, min_num_params=0)
+    for batch in torch.randn(2, world.size, 3, WIDTH, dtype=torch.float64):
+        alone.zero_grad()
+        model.zero_grad()
+        alone(batch).square().mean().backward()
+        x = batch[world.rank].clone().requires_grad_()
+        output = model(x)
+        # Where memory is shared, the other rank does nothing, so a reduction would be its next.
+        if world.rank == 0 or not world.group.shares_memory:
+            (slope,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+            expected = batch[world.rank].clone().requires_grad_()
+            torch.testing.assert_close(
+                slope, torch.autograd.grad(alone(expected).sum(), expected)[0]
+            )
+        output.square().mean().backward()
+        same_grads(whole_grads(model, world), {n: p.grad for n, p in alone.named_parameters()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_no_parameter_accumulates_is_no_step_of_all_ranks(kind: str) -> None:
+    run_world(kind, gradient_of_an_input, 2)
 
 
 class RecomputedAndCalled(nn.Module):

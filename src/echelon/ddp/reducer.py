@@ -41,7 +41,7 @@ from echelon.ddp.options import DDPOptions
 from echelon.ddp.replicas import ReplicaWatch
 from echelon.ddp.reports import UnusedIndices
 from echelon.errors import StateError
-from echelon.modules.autograd import Token, add_gradient, queue_end
+from echelon.modules.autograd import Token, add_gradient, is_of_inputs_only, queue_end
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.parameters import LateAnswer, TrainableParameters
 from echelon.modules.wrapper import check_may_sync
@@ -173,6 +173,8 @@ class Reducer:
             return
         self._user_hooks.defer(None if arrived is None else self._named[arrived][1])
         reduces = self._syncing and self._overlap
+        if reduces and arrived is None:  # other ranks may have no backward of inputs only
+            reduces = not is_of_inputs_only(param for _, param in self._named)
         if reduces and torch.is_grad_enabled():
             self._state.check_graph()
         token = queue_end(self._finalize_backward if reduces else None)

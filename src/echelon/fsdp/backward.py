@@ -37,7 +37,7 @@ from echelon.fsdp.pass_state import (
 from echelon.fsdp.storage import wait_for_unshards
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.unsharder import Unsharder
-from echelon.modules.autograd import Token, queue_end
+from echelon.modules.autograd import Token, is_of_inputs_only, queue_end
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.wrapper import check_may_sync
 
@@ -135,13 +135,21 @@ class Backward:
                 self._units[u].in_outer_forward = True
             self._unsharder.begin_backward(self._runs, self._may_reach, self._launch_ready)
             token = queue_end(self._end_backward)
-            current = BackwardPass(token, self.requires_gradient_sync, len(self._units))
+            # Other ranks may have no such backward, so it takes no part in a reduction.
+            reduces = self.requires_gradient_sync and (
+                arrived is not None or not self._is_of_inputs_only()
+            )
+            current = BackwardPass(token, reduces, len(self._units))
             self._pass = current
             for u in sorted({u for run in self._runs for u in run.opaque}):
                 self._open(current, u)
                 current.units[u].inside += 1  # no hook tells when backward leaves it
                 self._unsharder.unshard(u, self._unsharder.order.backward)
         return current
+
+    def _is_of_inputs_only(self) -> bool:
+        with DisableTorchFunctionSubclass():  # they may be parts
+            return is_of_inputs_only(param for unit in self._units for param in unit.trainable)
 
     def _may_reach(self, u: int) -> bool:
         """Whether the backward that runs may still need a unit that it has not unsharded."""

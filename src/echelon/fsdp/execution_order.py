@@ -173,7 +173,8 @@ class ExecutionOrder:
     """The orders that all ranks expect: guesses at first, then what the ranks have done.
 
     If a pass deviates from its order, it does so on all ranks, as all of them unshard the same
-    units. So all of them note the new order, and agree on it before the next forward.
+    units. So all of them note the new order, and agree on it before the next forward. Where no unshard
+    communicates, only the order of reductions is agreed on.
 
     ``reducing`` are the units with gradients, the root (unit 0) first, and ``communicating`` those
     whose unshard communicates, without the root. ``ancestors`` has, by unit, the units of
@@ -227,7 +228,7 @@ class ExecutionOrder:
     def end_forward(self, stays_unsharded: bool) -> None:
         """A forward is over; ``stays_unsharded``: its units wait for a backward unsharded."""
         self._last_forward = self.forward.unsharded
-        if not self.forward.is_confirmed:
+        if self._communicating and not self.forward.is_confirmed:
             self._notes.forwards[self._has_graph] = PassNote(self.forward.reached, self.called)
         # A forward begins with all units resharded, also those that an older graph needs.
         self.all_unsharded = self._has_graph and stays_unsharded and not self.num_forwards
@@ -266,7 +267,8 @@ class ExecutionOrder:
         No backward has reached ``num_forwards`` forwards on this rank, and one may. Ranks may
         differ in that, so until they have agreed, all forwards but one count.
         """
-        if not self.backward.is_confirmed and self._backward_kind not in self._varying:
+        varies = self._backward_kind in self._varying
+        if self._communicating and not self.backward.is_confirmed and not varies:
             note = PassNote(self.backward.reached, sorted(used))
             self._notes.backwards[self._backward_kind] = note
         has_several = self.num_forwards > 1 or self._notes.num_forwards is not None

@@ -83,11 +83,12 @@ class GradientReducer:
 
         The unit is sharded again, so its earlier reduced gradients can be put back.
         """
-        self.kept[u] = [
-            None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, self._wire_dtypes(u), strict=True)
-        ]
-        self._kept_nbytes += _nbytes(self.kept[u])
+        if any(gradient is not None for gradient in gradients):
+            self.kept[u] = [
+                None if gradient is None else gradient.to(dtype)
+                for gradient, dtype in zip(gradients, self._wire_dtypes(u), strict=True)
+            ]
+            self._kept_nbytes += _nbytes(self.kept[u])
         for shard, before in zip(self._units[u].gradient_shards, reduced_before, strict=True):
             shard.put_back(before)
 

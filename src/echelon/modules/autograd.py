@@ -76,6 +76,15 @@ def will_accumulate(param: Tensor) -> bool:
     return _will_run_leaf(get_gradient_edge(param).node)
 
 
+def is_of_inputs_only(params: Iterable[Tensor]) -> bool:
+    """Whether the backward that runs now adds to ``.grad`` of none of ``params``, if any trains.
+
+    So does ``torch.autograd.grad`` of the input of a model, which is no step of a training.
+    """
+    trainable = [param for param in params if param.requires_grad]
+    return bool(trainable) and not any(map(will_accumulate, trainable))
+
+
 def will_accumulate_from(node: Node, index: int) -> bool:
     """The same of the parameter that is input ``index`` of ``node``, asked in its backward."""
     leaf = node.next_functions[index][0]
