@@ -173,8 +173,8 @@ class ExecutionOrder:
     """The orders that all ranks expect: guesses at first, then what the ranks have done.
 
     If a pass deviates from its order, it does so on all ranks, as all of them unshard the same
-    units. So all of them note the new order, and agree on it before the next forward. Where no unshard
-    communicates, only the order of reductions is agreed on.
+    units. So all of them note the new order, and agree on it before the next forward. Where no
+    unshard communicates, only the order of reductions is agreed on.
 
     ``reducing`` are the units with gradients, the root (unit 0) first, and ``communicating`` those
     whose unshard communicates, without the root. ``ancestors`` has, by unit, the units of
