@@ -174,7 +174,7 @@ class Reducer:
         self._user_hooks.defer(None if arrived is None else self._named[arrived][1])
         reduces = self._syncing and self._overlap
         if reduces and arrived is None:  # other ranks may have no backward of inputs only
-            reduces = not is_of_inputs_only(param for _, param in self._named)
+            reduces = not is_of_inputs_only([param for _, param in self._named])
         if reduces and torch.is_grad_enabled():
             self._state.check_graph()
         token = queue_end(self._finalize_backward if reduces else None)

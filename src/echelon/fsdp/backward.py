@@ -149,7 +149,7 @@ class Backward:
 
     def _is_of_inputs_only(self) -> bool:
         with DisableTorchFunctionSubclass():  # they may be parts
-            return is_of_inputs_only(param for unit in self._units for param in unit.trainable)
+            return is_of_inputs_only([p for unit in self._units for p in unit.trainable])
 
     def _may_reach(self, u: int) -> bool:
         """Whether the backward that runs may still need a unit that it has not unsharded."""

@@ -10,7 +10,7 @@ accumulation fusion"). For an embedding only the rows that were looked up need t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -76,13 +76,33 @@ def will_accumulate(param: Tensor) -> bool:
     return _will_run_leaf(get_gradient_edge(param).node)
 
 
-def is_of_inputs_only(params: Iterable[Tensor]) -> bool:
-    """Whether the backward that runs now adds to ``.grad`` of none of ``params``, if any trains.
+def is_of_inputs_only(params: Sequence[Tensor]) -> bool:
+    """Whether the backward that runs now is for some tensors only, of which none is in ``params``.
 
-    So does ``torch.autograd.grad`` of the input of a model, which is no step of a training.
+    Such as ``torch.autograd.grad`` of the input of a model. An ordinary backward that comes to none
+    of ``params`` is none. Asked in a hook.
     """
-    trainable = [param for param in params if param.requires_grad]
-    return bool(trainable) and not any(map(will_accumulate, trainable))
+    leaves = _leaves_below(torch._C._current_autograd_node())
+    first = next(leaves, None)
+    if first is None or _will_run_leaf(first[0]):
+        return False  # an ordinary backward runs all leaves
+    known = set(map(id, params))
+    if any(id(tensor) in known and _will_run_leaf(leaf) for leaf, tensor in leaves):
+        return False
+    return not any(param.requires_grad and will_accumulate(param) for param in params)
+
+
+def _leaves_below(node: Node) -> Iterator[tuple[Node, Tensor]]:
+    """The nodes that accumulate, and for which tensor, of all that backward comes to."""
+    seen, left = set[Node](), [node]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield node, variable
+        left += [following for following, _ in node.next_functions if following is not None]
 
 
 def will_accumulate_from(node: Node, index: int) -> bool:
