@@ -63,8 +63,7 @@ class DDP(ReplicatedModule):
       last bucket, in one order on all ranks; an optimizer may step there. So under ``no_sync`` and
       with ``sync="manual"`` they run in ``sync_gradients`` alone.
     - ``torch.autograd.grad`` returns local gradients, also with ``create_graph=True``, so a penalty
-      on them can be part of a loss. It may reduce zeros meanwhile; under ``no_sync()`` it does not
-      communicate at all. Derivatives of ``torch.func`` are local, too, and never communicate.
+      on them can be part of a loss. Like derivatives of ``torch.func``, it does not communicate.
     - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain
       module, and the wrapper has the attributes of the module.
     - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It
