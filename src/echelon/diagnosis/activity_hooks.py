@@ -64,7 +64,6 @@ _REPLACEMENTS = (
 )
 _lock = threading.Lock()
 _num_ranks = 0
-_current = threading.local()  # what a garbage collection and a step on this thread interrupt
 
 
 def install() -> None:
@@ -99,17 +98,19 @@ def _listen_to_optimizers() -> None:
 def _begin_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():  # it would trace the clock
         return
-    _current.before_step = rank_time.begin(Activity.OPTIMIZER)
+    if (rank := rank_time.current()) is not None:
+        rank.before_step = rank.begin(Activity.OPTIMIZER)
 
 
 def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    rank_time.end(getattr(_current, "before_step", Activity.OTHER))
+    if (rank := rank_time.current()) is not None:
+        rank.end(rank.before_step)
 
 
 def _collected(phase: str, info: dict[str, int]) -> None:
+    if (rank := rank_time.current()) is None:
+        return
     if phase == "start":
-        rank = rank_time.current()
-        before = rank_time.NOTHING if rank is None else rank.begin(rank.collecting)
-        _current.before_collection = before
+        rank.before_collection = rank.begin(rank.collecting)
     else:
-        rank_time.end(getattr(_current, "before_collection", Activity.OTHER))
+        rank.end(rank.before_collection)

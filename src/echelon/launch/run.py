@@ -36,11 +36,10 @@ from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
 from echelon.process.operating_system import require_linux
 from echelon.process.process_end import failing_process
+from echelon.process.this_rank import here
 
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
-
-_current = threading.local()
 
 
 def run(
@@ -153,13 +152,13 @@ def usable_device(device: str | torch.device) -> torch.device:
 
 def entered() -> World | None:
     """The world that this thread is a rank of; None outside of any, and after its end."""
-    world: World | None = getattr(_current, "world", None)
+    world: World | None = here.world
     return world if world is not None and world.is_open else None
 
 
 def enter(world: World) -> None:
     """Make ``world`` what ``init`` returns on this thread, and count the steps of this rank."""
-    _current.world = world
+    here.world = world
     world.steps.count()
     if world.size > 1:
         world.steps.measure()
@@ -195,7 +194,7 @@ def init(
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     if check is not None:
         flag("check", check)
-    world: World | None = getattr(_current, "world", None)
+    world: World | None = here.world
     if world is not None:
         if backend not in (None, world.backend):
             raise ArgumentError(
