@@ -46,7 +46,6 @@ def test_every_start_of_a_thread_is_seen(source: str) -> None:
 _OF_A_THREAD = {
     "comm.profiler_spans": "whether a caller has a span, so that its calls need none",
     "launch.rank_lines": "what the thread has written to a stream since its last newline",
-    "modules.replica_check": "whether models that are wrapped in a body compare their replicas",
     "process.this_rank": "which rank the thread is",
 }
 _LOCALS = {"local", "ContextVar"}

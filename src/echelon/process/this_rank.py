@@ -30,6 +30,7 @@ class ThisRank(threading.local):
         printed_as: the number that stands before lines which this thread prints.
         streams: keep what a rank of a test prints and logs (``laboratory.rank_streams``).
         recorder: records a training (``laboratory.value_recorder.ValueRecorder``).
+        compares_by_itself: models that are wrapped now do not compare their replicas.
         debugger: has stopped the thread before (``laboratory.debugger.RankDebugger``).
     """
 
@@ -42,6 +43,7 @@ class ThisRank(threading.local):
     printed_as: int | None = None
     streams: Any = None
     recorder: Any = None
+    compares_by_itself: bool = False
     debugger: Any = None
 
 
