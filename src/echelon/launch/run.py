@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
 from echelon.diagnosis.exit_guard import (
-    ends_process,
+    before_failing,
     error_file,
     install_failure_record,
     outlive_termination,
@@ -292,12 +291,5 @@ def _close_at_exit(world: World) -> None:
     if path := error_file():
         install_failure_record(path, world.rank, lambda: f"at step {world.step}")
         outlive_termination()
-    before, owner = sys.excepthook, os.getpid()
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if ends_process(owner):
-            world.close(error)
-        before(kind, error, trace)
-
-    sys.excepthook = tell
+    before_failing(world.close)
     atexit.register(failing_process(world.close))

@@ -22,9 +22,8 @@ from operator import is_
 from typing import Any
 
 from echelon.comm.threads.debugger_watch import is_in_debugpy
-from echelon.comm.threads.installation import Installation
 from echelon.diagnosis import stacks
-from echelon.process.replacement import Replacement
+from echelon.process.replacement import Installation, Replacement
 from echelon.process.this_rank import here
 
 # Longer than the main thread needs to look what ranks want of it.
@@ -176,7 +175,7 @@ def handing_on(hand_on: HandOn) -> Iterator[None]:
         others run
     """
     before = here.hand_on
-    with _in_python.of_rank():
+    with _in_python.needed():
         here.hand_on = hand_on
         renew_grace()
         try:

@@ -121,10 +121,10 @@ class Turns(RankOrder):
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
             with (
-                without_locks.of_rank(),
-                watching_imports.of_rank(),
-                keeping_threads.of_rank(),
-                own_loggers.of_rank(),
+                without_locks.needed(),
+                watching_imports.needed(),
+                keeping_threads.needed(),
+                own_loggers.needed(),
                 handing_on(lambda: self._blocked(rank)),
             ):
                 yield
