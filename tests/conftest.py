@@ -193,11 +193,11 @@ def one_torch_thread() -> None:
 def own_world() -> Iterator[None]:
     """End a world that the test has entered in this very process: the next test meets none."""
     yield
-    launch = sys.modules.get("echelon.launch.run")
-    world = getattr(launch._current, "world", None) if launch else None
+    this_rank = sys.modules.get("echelon.process.this_rank")
+    world = this_rank.here.world if this_rank else None
     if world is not None:
         world.close()
-        del launch._current.world
+        this_rank.here.world = None
 
 
 @pytest.fixture(autouse=True)

@@ -219,7 +219,7 @@ def test_what_a_rank_still_does_after_an_interrupt_is_not_done_to_the_caller() -
 def test_init_alone_is_a_world_of_one(monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("echelon.launch.run._current", SimpleNamespace())
+    monkeypatch.setattr("echelon.launch.run.here", SimpleNamespace(world=None))
     monkeypatch.setattr("echelon.launch.run._close_at_exit", lambda world: None)
     monkeypatch.setenv("ECHELON_TIMEOUT", "7.5")
     with ec.init() as world:

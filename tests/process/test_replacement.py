@@ -131,3 +131,30 @@ def test_one_that_somebody_has_put_back_does_not_call_itself() -> None:
     second.take_out()
     first.take_out()
     assert vars(Holder)["value"] is plain
+
+
+def test_an_attribute_that_was_not_there_is_gone_again() -> None:
+    class Holder:
+        pass
+
+    ours = Replacement(Holder, "function", original)
+    ours.put_in()
+    assert vars(Holder)["function"] is original
+    ours.take_out()
+    assert "function" not in vars(Holder)
+
+
+def test_two_that_put_the_same_in_and_others_above_do_not_call_each_other_for_ever(
+    holder: Any,
+) -> None:
+    def same() -> str:
+        return "same"
+
+    first = Replacement(holder, "function", same)
+    first.put_in()
+    Replacement(holder, "function", same).put_in()  # whose original is what it puts in
+    upper = named(holder, "upper")
+    upper.put_in()
+    assert holder.function() == "upper same"
+    upper.take_out()
+    assert holder.function is same

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from echelon.c10d.rank_variables import rank_variables, timeout_variable
 from echelon.c10d.served_backends import serve_this_process
 from echelon.comm.torch_dist.stores import open_memory_store
+from echelon.process.replacement import Replacement
 
 # ``torch.distributed`` has a function of the same name.
 rendezvous = importlib.import_module("torch.distributed.rendezvous")
@@ -45,5 +46,6 @@ def start_rank(rank: int, size: int, store_path: str, timeout: float) -> None:
         store = open_memory_store(store_path)
         yield c10d.PrefixStore(f"torch.distributed {next(numbers)}", store), place, total
 
-    rendezvous._rendezvous_handlers["env"] = meet
+    handlers = {**rendezvous._rendezvous_handlers, "env": meet}
+    Replacement(rendezvous, "_rendezvous_handlers", handlers).put_in()
     serve_this_process()

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, final
 
 from torch._C import _distributed_c10d as c10d
@@ -23,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from echelon.comm.torch_dist.stores import await_keys
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.diagnosis.exit_guard import (
-    ends_process,
+    before_failing,
     error_file,
     install_failure_record,
     outlive_termination,
@@ -78,16 +76,7 @@ class ProcessWatch:
                 path, self.monitor.rank, lambda: f"at step {(counter() or program_steps).number}"
             )
             outlive_termination()
-        before, owner = sys.excepthook, os.getpid()
-
-        def tell(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:
-            if ends_process(owner):
-                self.close(error)
-            before(kind, error, trace)
-
-        sys.excepthook = tell
+        before_failing(self.close)
         atexit.register(failing_process(self.leave))
 
     def share(self, store: c10d.Store) -> None:

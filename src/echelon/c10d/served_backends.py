@@ -21,6 +21,7 @@ from echelon.c10d.group_agreement import agree_on_group, is_made_by_all
 from echelon.c10d.named_process_group import BACKEND
 from echelon.c10d.process_group import ProcessGroupEchelon
 from echelon.process.environment import timeout_wanted
+from echelon.process.replacement import Replacement
 
 SERVED = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "undefined", BACKEND})
 
@@ -109,11 +110,16 @@ def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
         _set_timeout(timeout, group)
 
 
+_REPLACEMENTS = (
+    Replacement(distributed_c10d, "_new_process_group_helper", new_process_group),
+    Replacement(distributed_c10d, "_set_pg_timeout", set_group_timeout),
+)
+
+
 def serve_this_process() -> None:
     """Have this process make the process groups that it asks torch for."""
-    names = vars(distributed_c10d)
-    names["_new_process_group_helper"] = new_process_group
-    names["_set_pg_timeout"] = set_group_timeout
+    for replacement in _REPLACEMENTS:
+        replacement.put_in()
 
 
 def _mpi_world() -> tuple[int, int, Any]:

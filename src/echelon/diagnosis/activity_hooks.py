@@ -7,7 +7,6 @@ the first two torch has no hooks, so a function of each is replaced while any ra
 from __future__ import annotations
 
 import gc
-import threading
 from functools import cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import Activity
-from echelon.process.replacement import Replacement
+from echelon.process.replacement import Installation, Replacement
 
 
 def _measured(owner: Any, name: str, activity: int) -> Replacement:
@@ -62,32 +61,33 @@ _REPLACEMENTS = (
     _measured(torch.autograd, "_engine_run_backward", int(Activity.BACKWARD)),
     _measured_loading(),
 )
-_lock = threading.Lock()
-_num_ranks = 0
-_current = threading.local()  # what a garbage collection and a step on this thread interrupt
+
+
+def _install() -> None:
+    for replacement in _REPLACEMENTS:
+        replacement.put_in()
+    if _collected not in gc.callbacks:
+        gc.callbacks.append(_collected)
+
+
+def _remove() -> None:
+    for replacement in _REPLACEMENTS:
+        replacement.take_out()
+    gc.callbacks.remove(_collected)
+
+
+_hooks = Installation(_install, _remove)
 
 
 def install() -> None:
     """Have the activities of one more rank seen."""
-    global _num_ranks
     _listen_to_optimizers()
-    with _lock:
-        _num_ranks += 1
-        for replacement in _REPLACEMENTS:
-            replacement.put_in()
-        if _collected not in gc.callbacks:
-            gc.callbacks.append(_collected)
+    _hooks.begin()
 
 
 def remove() -> None:
     """Undo what ``install`` has done, with the last rank."""
-    global _num_ranks
-    with _lock:
-        _num_ranks -= 1
-        if not _num_ranks:
-            for replacement in _REPLACEMENTS:
-                replacement.take_out()
-            gc.callbacks.remove(_collected)
+    _hooks.end()
 
 
 @cache  # one hook for all ranks of a process, however many worlds it has
@@ -99,17 +99,19 @@ def _listen_to_optimizers() -> None:
 def _begin_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():  # it would trace the clock
         return
-    _current.before_step = rank_time.begin(Activity.OPTIMIZER)
+    if (rank := rank_time.current()) is not None:
+        rank.before_step = rank.begin(Activity.OPTIMIZER)
 
 
 def _end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    rank_time.end(getattr(_current, "before_step", Activity.OTHER))
+    if (rank := rank_time.current()) is not None:
+        rank.end(rank.before_step)
 
 
 def _collected(phase: str, info: dict[str, int]) -> None:
+    if (rank := rank_time.current()) is None:
+        return
     if phase == "start":
-        rank = rank_time.current()
-        before = rank_time.NOTHING if rank is None else rank.begin(rank.collecting)
-        _current.before_collection = before
+        rank.before_collection = rank.begin(rank.collecting)
     else:
-        rank_time.end(getattr(_current, "before_collection", Activity.OTHER))
+        rank.end(rank.before_collection)

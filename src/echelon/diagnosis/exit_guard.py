@@ -57,6 +57,26 @@ def ends_process(owner: int) -> bool:
     return os.getpid() == owner and threading.current_thread() is threading.main_thread()
 
 
+def before_failing(act: Callable[[BaseException], None]) -> Callable[[], None]:
+    """Call ``act`` with the exception that ends this process, before Python reports it.
+
+    Returns:
+        a function that takes the hook out again.
+    """
+    owner = os.getpid()
+
+    def act_and_report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if ends_process(owner):
+            act(error)
+        hook.original(kind, error, trace)
+
+    hook = Replacement(sys, "excepthook", act_and_report)
+    hook.put_in()
+    return hook.take_out
+
+
 def install_failure_record(
     path: str | os.PathLike[str], rank: int, where: Callable[[], str] = lambda: ""
 ) -> Callable[[], None]:
@@ -71,21 +91,16 @@ def install_failure_record(
     Returns:
         a function that takes the hook out again.
     """
-    owner = os.getpid()
 
-    def record_and_report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if ends_process(owner) and not issubclass(kind, KeyboardInterrupt):
-            try:
-                FailureRecord.of(error, rank, where()).write(path)
-            except OSError as problem:  # the exception itself must still be seen
-                print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
-        hook.original(kind, error, trace)
+    def record(error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            return
+        try:
+            FailureRecord.of(error, rank, where()).write(path)
+        except OSError as problem:  # the exception itself must still be seen
+            print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
 
-    hook = Replacement(sys, "excepthook", record_and_report)
-    hook.put_in()
-    return hook.take_out
+    return before_failing(record)
 
 
 def outlive_termination() -> None:

@@ -24,6 +24,7 @@ from echelon.diagnosis.stuck_ranks import StuckRank, explained
 from echelon.errors import CommTimeout, DeadlockError, RankFailed
 from echelon.process.forks import ForkMark, disown_in_forks, mark
 from echelon.process.process_status import activity
+from echelon.process.this_rank import here
 
 if TYPE_CHECKING:
     from echelon.diagnosis.collective_call import CollectiveCall
@@ -281,9 +282,6 @@ def stuck_rank(status: RankStatus, stack: Sequence[str]) -> StuckRank:
     return StuckRank.of(status, doing, stack)
 
 
-_current = threading.local()  # a simulated rank is a thread, and only it knows which one it is
-
-
 @final
 class StepCounter:
     """The optimizer steps of one rank.
@@ -334,7 +332,7 @@ class StepCounter:
     def count(self) -> None:
         """Count the steps that optimizers take on this thread from now on."""
         _listen()
-        _current.steps = self
+        here.steps = self
 
     def measure(self) -> None:
         """Measure what the rank on this thread does, from now until ``stop``."""
@@ -362,7 +360,7 @@ class StepCounter:
 
 def counter() -> StepCounter | None:
     """What counts the steps of the rank on this thread; None if nothing does."""
-    steps: StepCounter | None = getattr(_current, "steps", None)
+    steps: StepCounter | None = here.steps
     return steps
 
 

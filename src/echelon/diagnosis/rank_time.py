@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from typing import TYPE_CHECKING, final
 from echelon.diagnosis.arrivals import Arrivals
 from echelon.diagnosis.step_rows import Activity, StepRows
 from echelon.process.forks import disown_in_forks
+from echelon.process.this_rank import here
 
 if TYPE_CHECKING:
     from echelon.diagnosis.collective_call import CollectiveCall
@@ -69,9 +69,6 @@ else:
     def page_faults() -> tuple[int, int]:
         """Page faults of a thread are counted by Linux alone."""
         return 0, 0
-
-
-_current = threading.local()  # a simulated rank is a thread, and only it knows which one it is
 
 
 @final
@@ -115,6 +112,8 @@ class RankTime:
     Attributes:
         arrivals: when the rank came to its last collectives.
         collecting: the activity that a garbage collection counts as.
+        before_step: what the step of an optimizer interrupts.
+        before_collection: what a garbage collection interrupts.
     """
 
     def __init__(
@@ -138,6 +137,7 @@ class RankTime:
         self._saw_forward = False
         # What was done for longest since the last collective.
         self._longest_ns, self._longest = 0, _OTHER
+        self.before_step = self.before_collection = _OTHER
         self._interrupted = _OTHER  # by the communication that is under way, or was the last
         self.arrivals = Arrivals()
         self._begin_row()
@@ -158,13 +158,13 @@ class RankTime:
         self._ready_mark = self._kernel.ready_ns()
         self._begin_row()
         self._faults = page_faults()
-        _current.rank_time = self
+        here.time = self
         disown_in_forks(self)
 
     def stop(self) -> None:
         """Measure no more."""
-        if getattr(_current, "rank_time", None) is self:
-            _current.rank_time = None
+        if here.time is self:
+            here.time = None
         if self._kernel is not None:
             self._kernel.close()
             self._kernel = None
@@ -296,38 +296,39 @@ class RankTime:
 
 def current() -> RankTime | None:
     """The clock of the rank that runs on this thread."""
-    return getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
+    return rank_time
 
 
 def rows() -> StepRows | None:
     """The table of the rank on this thread; None if it is not measured."""
-    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
     return None if rank_time is None else rank_time.rows
 
 
 def arrive(call: CollectiveCall) -> None:
     """Note that the rank on this thread has come to a collective."""
-    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
     if rank_time is not None:
         rank_time.arrive(call)
 
 
 def arrive_late() -> None:
     """Note that the rank on this thread comes only now to its last collective."""
-    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
     if rank_time is not None:
         rank_time.arrive_late()
 
 
 def begin(activity: int) -> int:
     """Begin an activity of the rank on this thread; the result is for ``end``."""
-    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
     return NOTHING if rank_time is None else rank_time.begin(activity)
 
 
 def end(before: int) -> None:
     """End the activity for which ``begin`` gave ``before``."""
-    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
     if rank_time is not None and before != NOTHING:
         rank_time.end(before)
 
@@ -352,13 +353,13 @@ def during(activity: Activity) -> Iterator[None]:
 
 def begin_forward() -> None:
     """Begin a forward of a model with gradients, which ends where something else begins."""
-    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
     if rank_time is not None:
         rank_time.begin_forward()
 
 
 def end_forward() -> None:
     """End a forward that no backward follows."""
-    rank_time: RankTime | None = getattr(_current, "rank_time", None)
+    rank_time: RankTime | None = here.time
     if rank_time is not None:
         rank_time.end_forward()

@@ -27,8 +27,7 @@ from echelon.laboratory.rank_commands import RankCommands
 from echelon.laboratory.rank_frames import RankView, place_of, stack_of_frame, stack_of_traceback
 from echelon.laboratory.shared_breakpoints import SharedBreakpoints
 from echelon.launch.run import entered
-
-_here = threading.local()  # .debugger of a thread that has been stopped before
+from echelon.process.this_rank import here
 
 
 class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
@@ -159,9 +158,9 @@ def _asking(order: RankOrder, rank: int) -> Iterator[None]:
 
 def _debugger_of(world: World | None) -> RankDebugger:
     """The debugger of the calling thread, which this world's rank runs on."""
-    debugger: RankDebugger | None = getattr(_here, "debugger", None)
+    debugger: RankDebugger | None = here.debugger
     if debugger is None or debugger.world is not world:
-        debugger = _here.debugger = RankDebugger(world)
+        debugger = here.debugger = RankDebugger(world)
     return debugger
 
 

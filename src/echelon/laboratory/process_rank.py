@@ -34,6 +34,7 @@ from echelon.launch import function_pickle
 from echelon.launch.rank_output import rank_prefix
 from echelon.launch.written_rows import MarkedRows
 from echelon.process.atomic_files import replace_file
+from echelon.process.replacement import Replacement
 
 _VARIABLES_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 
@@ -219,7 +220,7 @@ class ProcessRank:
         pytest.register_assert_rewrite(
             *(name for name in self.source.rewritten if name not in sys.modules)
         )
-        sys.breakpointhook = _refuse_breakpoint
+        _no_debugger.put_in()
         function: Any = None
         with _output(world.rank, None if self.is_shown else files), self._log(files):
             try:
@@ -307,6 +308,9 @@ def _refuse_breakpoint(*args: object, **options: object) -> NoReturn:
         "breakpoint() is in a test on ranks that are processes, which no terminal reaches: run it "
         "with --echelon-world=threads"
     )
+
+
+_no_debugger = Replacement(sys, "breakpointhook", _refuse_breakpoint)
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from _pytest.logging import LogCaptureHandler
 from echelon.launch.rank_output import rank_prefix
 from echelon.launch.written_rows import MarkedRows
 from echelon.process.replacement import Replacement
-
-_here = threading.local()  # .streams are those of the rank that runs on a thread
+from echelon.process.this_rank import here
 
 
 class Buffer(Protocol):
@@ -141,7 +140,7 @@ class _RoutedStream(io.TextIOBase):
         self._stream, self._name = stream, name
 
     def _target(self) -> Any:
-        streams = getattr(_here, "streams", None)
+        streams: StreamsOfRank | None = here.streams
         return self._stream if streams is None else getattr(streams, self._name)
 
     def write(self, text: str) -> int:
@@ -191,7 +190,7 @@ class _ToRanks(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the handler keeps a record, because no rank has made it."""
-        streams = getattr(_here, "streams", None)
+        streams: StreamsOfRank | None = here.streams
         if streams is None:
             return True
         getattr(streams, self._name).handle(record)
@@ -246,11 +245,11 @@ class RankStreams:
     @contextmanager
     def of_rank(self, rank: int) -> Iterator[None]:
         """Give what this thread writes to a rank."""
-        _here.streams = self._streams[rank]
+        here.streams = self._streams[rank]
         try:
             yield
         finally:
-            _here.streams = None
+            here.streams = None
 
     def replacing(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """For fixtures of pytest that have what was printed or logged: those of one rank."""

@@ -31,6 +31,7 @@ from echelon.laboratory.pieces import Piece, PieceFinder
 from echelon.modules.autograd import in_backward
 from echelon.modules.nested import tensors
 from echelon.modules.sharded_tensor import is_part, local_shard, unmarked
+from echelon.process.this_rank import here
 
 _MAX_OUTPUTS = 8  # tensors of an output that are recorded
 
@@ -158,11 +159,11 @@ class ValueRecorder:
             _watch_optimizers()
         self._watch_modules()
         before = _current()
-        _on_this_thread.recorder = self
+        here.recorder = self
         try:
             yield
         finally:
-            _on_this_thread.recorder = before
+            here.recorder = before
             for handle in self._handles:
                 handle.remove()
 
@@ -323,14 +324,13 @@ class ValueRecorder:
             raw.buffers[name] = _copy(buffer)
 
 
-# Simulated ranks are threads, and torch's hooks on optimizers are global: they are registered once,
-# and ask which recorder the thread has.
-_on_this_thread = threading.local()
+# torch's hooks on optimizers are global: they are registered once, and ask for the recorder of the
+# thread.
 _registration = threading.Lock()
 
 
 def _current() -> ValueRecorder | None:
-    recorder: ValueRecorder | None = getattr(_on_this_thread, "recorder", None)
+    recorder: ValueRecorder | None = here.recorder
     return recorder
 
 

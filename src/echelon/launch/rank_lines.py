@@ -10,8 +10,7 @@ from typing import TextIO
 
 from echelon.launch.rank_output import rank_prefix
 from echelon.launch.written_rows import WrittenRows
-
-_printing = threading.local()  # which rank runs on a thread
+from echelon.process.this_rank import here
 
 
 class WholeLines(io.TextIOBase):
@@ -72,7 +71,7 @@ class WholeLines(io.TextIOBase):
 
     def _marked(self, text: str) -> str:
         """``text`` with the rank that prints it before each line, if that is wanted."""
-        rank: int | None = getattr(_printing, "rank", None)
+        rank = here.printed_as
         if rank is None or not self._tee:
             return text
         prefix = rank_prefix(rank)
@@ -86,9 +85,9 @@ class WholeLines(io.TextIOBase):
 @contextmanager
 def printing_as(rank: int) -> Iterator[None]:
     """Mark what this thread prints in the block as lines of ``rank``."""
-    before: int | None = getattr(_printing, "rank", None)
-    _printing.rank = rank
+    before = here.printed_as
+    here.printed_as = rank
     try:
         yield
     finally:
-        _printing.rank = before
+        here.printed_as = before

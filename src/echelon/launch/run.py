@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
 from echelon.diagnosis.exit_guard import (
-    ends_process,
+    before_failing,
     error_file,
     install_failure_record,
     outlive_termination,
@@ -35,11 +34,10 @@ from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
 from echelon.process.operating_system import require_linux
 from echelon.process.process_end import failing_process
+from echelon.process.this_rank import here
 
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
-
-_current = threading.local()
 
 
 def run(
@@ -152,13 +150,13 @@ def usable_device(device: str | torch.device) -> torch.device:
 
 def entered() -> World | None:
     """The world that this thread is a rank of; None outside of any, and after its end."""
-    world: World | None = getattr(_current, "world", None)
+    world: World | None = here.world
     return world if world is not None and world.is_open else None
 
 
 def enter(world: World) -> None:
     """Make ``world`` what ``init`` returns on this thread, and count the steps of this rank."""
-    _current.world = world
+    here.world = world
     world.steps.count()
     if world.size > 1:
         world.steps.measure()
@@ -194,7 +192,7 @@ def init(
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     if check is not None:
         flag("check", check)
-    world: World | None = getattr(_current, "world", None)
+    world: World | None = here.world
     if world is not None:
         if backend not in (None, world.backend):
             raise ArgumentError(
@@ -291,12 +289,5 @@ def _close_at_exit(world: World) -> None:
     if path := error_file():
         install_failure_record(path, world.rank, lambda: f"at step {world.step}")
         outlive_termination()
-    before, owner = sys.excepthook, os.getpid()
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if ends_process(owner):
-            world.close(error)
-        before(kind, error, trace)
-
-    sys.excepthook = tell
+    before_failing(world.close)
     atexit.register(failing_process(world.close))

@@ -28,6 +28,7 @@ from echelon.launch.program import Program
 from echelon.process.environment import timeout_wanted
 from echelon.process.lossy_streams import lose_rather_than_raise
 from echelon.process.offered_debugger import no_debugger
+from echelon.process.replacement import Replacement
 
 _STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _launchers_port = os.environ.get("MASTER_PORT")  # before the program may set it
@@ -59,7 +60,7 @@ def _serve_groups(module: Any) -> None:
         return new_process_group(*args, **kwargs)
 
     first_group.__wrapped__ = original  # type: ignore[attr-defined]
-    module._new_process_group_helper = first_group
+    Replacement(module, "_new_process_group_helper", first_group).put_in()
 
 
 def _meet_at_own_ports(module: Any) -> None:
@@ -85,7 +86,7 @@ def _meet_at_own_ports(module: Any) -> None:
             doing = f"init_process_group, whose store rank 0 serves at {hostname}:{port},"
             raise CommTimeout(doing, [0], timeout.total_seconds()) from error
 
-    module._create_c10d_store = create_store
+    Replacement(module, "_create_c10d_store", create_store).put_in()
 
 
 @contextmanager
@@ -107,7 +108,7 @@ def _let_children_meet() -> None:
         with _without_launchers_store():
             return start(path, args, passfds)
 
-    vars(multiprocessing.util)["spawnv_passfds"] = start_without
+    Replacement(multiprocessing.util, "spawnv_passfds", start_without).put_in()
 
 
 def _watch_first_step(module: Any) -> None:
@@ -190,7 +191,7 @@ def run_program(words: Sequence[str]) -> None:
 
 def _hide_frames() -> None:
     """Let tracebacks begin with the program, not with what has started it."""
-    show, ours = sys.excepthook, {__file__, vars(sys.modules["__main__"]).get("__file__")}
+    ours = {__file__, vars(sys.modules["__main__"]).get("__file__")}
 
     def show_program(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -199,6 +200,7 @@ def _hide_frames() -> None:
             trace = trace.tb_next
         if os.environ.get("WORLD_SIZE") != "1" and (note := no_debugger(error)):
             error.add_note(note)
-        show(kind, error.with_traceback(trace), trace)
+        hook.original(kind, error.with_traceback(trace), trace)
 
-    sys.excepthook = show_program
+    hook = Replacement(sys, "excepthook", show_program)
+    hook.put_in()

@@ -129,7 +129,7 @@ class SimulatedRanks:
             # Backward runs on the rank's own thread, or hooks of several ranks would queue behind
             # one another.
             with (
-                debugger_of_ranks.of_rank(),
+                debugger_of_ranks.needed(),
                 self._turns.of_rank(rank),
                 torch.autograd.set_multithreading_enabled(False),
             ):

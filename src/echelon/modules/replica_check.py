@@ -11,7 +11,6 @@ reductions.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -25,6 +24,7 @@ from echelon.comm.agreement import first_difference
 from echelon.comm.group import Group
 from echelon.errors import ModelMismatch
 from echelon.modules.model_agreement import digest
+from echelon.process.this_rank import here
 
 EARLY = (2, 8, 32)  # passes in which there is a comparison all the same
 
@@ -38,18 +38,15 @@ _ADVICE = (
 )
 
 
-_here = threading.local()  # .compares_by_itself: of the thread of a rank
-
-
 @contextmanager
 def without_replica_checks() -> Iterator[None]:
     """Models that are wrapped in the body compare nothing: what runs them explains differences."""
-    before = getattr(_here, "compares_by_itself", False)
-    _here.compares_by_itself = True
+    before = here.compares_by_itself
+    here.compares_by_itself = True
     try:
         yield
     finally:
-        _here.compares_by_itself = before
+        here.compares_by_itself = before
 
 
 def is_turn(n: int, every: int) -> bool:
@@ -89,7 +86,7 @@ class ReplicaCheck:
         self._num_reductions = 0
         copies = group.size > 1 and bool(whole())
         several = replicas is not None and replicas.size > 1
-        is_left_out = getattr(_here, "compares_by_itself", False)
+        is_left_out = here.compares_by_itself
         self.is_on = every > 0 and (copies or several) and not is_left_out
 
     def count_reduction(self) -> None:

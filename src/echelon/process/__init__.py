@@ -13,6 +13,7 @@
 ``process_end``         the exit code of a process, and what it has printed
 ``background_threads``  threads beside the one that runs the script
 ``main_thread``         what only the main thread may do, done for ranks that are other threads
+``this_rank``           which rank the calling thread is, and what it has as one
 ``replacement``         a function of Python or torch that is replaced for a while
 ``offered_debugger``    the debugger of simulated ranks, for code below the package that has it
 ``notebook``            whether this process is the kernel of a notebook, and names of cells

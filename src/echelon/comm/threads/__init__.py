@@ -39,7 +39,6 @@ In reading order::
     process_messages    functions and classes of a rank's program in messages to processes
     kept_by_threads     what threads that a rank starts keep of it
 
-    installation        replacements that last as long as any rank runs
     cached_properties   ``functools.cached_property`` without its lock, so that ranks arrive
 
     rank_breakpoints    where ``breakpoint()`` leads

@@ -22,17 +22,14 @@ from operator import is_
 from typing import Any
 
 from echelon.comm.threads.debugger_watch import is_in_debugpy
-from echelon.comm.threads.installation import Installation
 from echelon.diagnosis import stacks
-from echelon.process.operating_system import at_fork
-from echelon.process.replacement import Replacement
+from echelon.process.replacement import Installation, Replacement
+from echelon.process.this_rank import here
 
 # Longer than the main thread needs to look what ranks want of it.
 GRACE_S = 0.2
 
 HandOn = Callable[[], AbstractContextManager[None]]  # other ranks run in its body
-
-_current = threading.local()  # .hand_on of the rank that has its turn on a thread, if any
 
 _condition_wait = threading.Condition.wait
 _thread_join = join_in_turn = threading.Thread.join  # ``join_in_turn`` never hands on
@@ -43,11 +40,11 @@ _select = _Selector.select
 
 def renew_grace() -> None:
     """Let the calling thread wait for ``GRACE_S`` again before it hands on."""
-    _current.grace_s = GRACE_S
+    here.grace_s = GRACE_S
 
 
 def _hand_on() -> HandOn | None:
-    hand_on: HandOn | None = getattr(_current, "hand_on", None)
+    hand_on = here.hand_on
     # debugpy stops a rank by a wait, wherever it is; that rank keeps its turn.
     return None if hand_on is None or is_in_debugpy() or _compiles() else hand_on
 
@@ -64,11 +61,11 @@ def _in_grace(wait: Callable[[float], bool], timeout: float | None) -> tuple[boo
     Returns:
         what ``wait`` has returned, and the seconds that it was given.
     """
-    grace_s: float = _current.grace_s
+    grace_s = here.grace_s
     seconds = grace_s if timeout is None else max(0.0, min(grace_s, timeout))
     start_s = time.monotonic()
     arrived = wait(seconds)
-    _current.grace_s = max(0.0, grace_s - (time.monotonic() - start_s))
+    here.grace_s = max(0.0, grace_s - (time.monotonic() - start_s))
     return arrived, seconds
 
 
@@ -163,14 +160,6 @@ _in_python = Installation.of(
 )
 
 
-def _after_fork() -> None:
-    """A forked child is no rank, and has no turn to hand on."""
-    _current.hand_on = None
-
-
-at_fork(after_in_child=_after_fork)
-
-
 @contextmanager
 def handing_on(hand_on: HandOn) -> Iterator[None]:
     """In the body, long waits of this thread let other ranks run.
@@ -185,22 +174,22 @@ def handing_on(hand_on: HandOn) -> Iterator[None]:
         ...     time.sleep(GRACE_S + 0.01)
         others run
     """
-    before = getattr(_current, "hand_on", None)
-    with _in_python.of_rank():
-        _current.hand_on = hand_on
+    before = here.hand_on
+    with _in_python.needed():
+        here.hand_on = hand_on
         renew_grace()
         try:
             yield
         finally:
-            _current.hand_on = before
+            here.hand_on = before
 
 
 @contextmanager
 def keeping_turn() -> Iterator[None]:
     """In the body, no wait of this thread lets other ranks run."""
-    before = getattr(_current, "hand_on", None)
-    _current.hand_on = None
+    before = here.hand_on
+    here.hand_on = None
     try:
         yield
     finally:
-        _current.hand_on = before
+        here.hand_on = before

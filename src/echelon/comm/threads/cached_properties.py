@@ -12,8 +12,7 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from echelon.comm.threads.installation import Installation
-from echelon.process.replacement import Replacement
+from echelon.process.replacement import Installation, Replacement
 
 _get_in_lock = vars(cached_property)["__get__"]
 
@@ -27,7 +26,7 @@ def _get(self: Any, instance: Any, owner: type | None = None) -> Any:
     return values[self.attrname]
 
 
-# Each rank enters ``of_rank`` of it.
+# Each rank needs it.
 without_locks = (
     Installation.of(Replacement(cached_property, "__get__", _get))
     if sys.version_info < (3, 12)

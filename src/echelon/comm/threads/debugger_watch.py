@@ -17,10 +17,9 @@ from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, Self, final
 
-from echelon.comm.threads.installation import Installation
 from echelon.comm.threads.running_time import stopped_time
 from echelon.process.background_threads import run_in_background
-from echelon.process.replacement import Replacement
+from echelon.process.replacement import Installation, Replacement
 
 _LOOK_S = 0.05
 _WAITS = ("pydevd.py", "_do_wait_suspend")  # the file and the function in which debugpy waits
@@ -67,7 +66,7 @@ class DebuggerWatch:
         self._stop = ExitStack()  # the stop of the clock that lasts, if one does
         self._is_stopped = False
         self._ended = threading.Event()
-        self._in_pdb: AbstractContextManager[None] = _pdb.of_rank()
+        self._in_pdb: AbstractContextManager[None] = _pdb.needed()
         self._looking: threading.Thread | None = None
 
     def __enter__(self) -> Self:

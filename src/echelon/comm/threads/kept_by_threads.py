@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from echelon.comm.threads.installation import Installation
 from echelon.comm.threads.rank_threads import this_rank
-from echelon.process.replacement import Replacement
+from echelon.process.replacement import Installation, Replacement
 
 _NAME = "_kept_of_rank"
 
@@ -56,5 +55,5 @@ def _start_and_keep(self: threading.Thread) -> None:
 
 _thread_start = Replacement(threading.Thread, "start", _start_and_keep)
 
-# Each rank enters ``of_rank`` of it.
+# Each rank needs it.
 keeping_threads = Installation.of(_thread_start)

@@ -17,10 +17,10 @@ import sys
 import threading
 from typing import Any, TypeAlias, final
 
-from echelon.comm.threads.installation import Installation
 from echelon.comm.threads.kept_by_threads import keep, kept
 from echelon.comm.threads.process_state import register_state
 from echelon.comm.threads.replaced_names import Names, Place, Values
+from echelon.process.replacement import Installation, Replacement
 
 _names = Names(
     [
@@ -158,16 +158,7 @@ class _Setting:
 _NAMES = ("level", "handlers", "filters", "propagate", "disabled", "_cache")
 
 
-def _install() -> None:
-    for name in _NAMES:
-        if name not in vars(logging.Logger):
-            setattr(logging.Logger, name, _Setting(name))
-
-
-def _remove() -> None:
-    for name in _NAMES:
-        delattr(logging.Logger, name)
-
-
-# Each rank enters ``of_rank`` of it.
-own_loggers = Installation(_install, _remove)
+# Each rank needs it.
+own_loggers = Installation.of(
+    *(Replacement(logging.Logger, name, _Setting(name)) for name in _NAMES)
+)

@@ -19,6 +19,7 @@ from types import FunctionType, ModuleType
 from typing import Any, final
 
 from echelon.comm.threads.kept_by_threads import keep, kept
+from echelon.process.replacement import Installation, Replacement
 
 Modules = Mapping[str, ModuleType]
 
@@ -69,6 +70,12 @@ def _loads(data: Any, /, **options: Any) -> Any:
     return _MessageReader(io.BytesIO(data), **options).load()
 
 
+_by_modules = Installation.of(
+    Replacement(ForkingPickler, "reducer_override", _reduce),
+    Replacement(ForkingPickler, "loads", staticmethod(_loads)),
+)
+
+
 @contextmanager
 def messages_of_ranks(modules: Callable[[], Modules]) -> Iterator[None]:
     """In the body, threads that a rank starts have its modules in their messages.
@@ -76,12 +83,9 @@ def messages_of_ranks(modules: Callable[[], Modules]) -> Iterator[None]:
     Args:
         modules: those that the process has of the rank which runs now.
     """
-    pickler: Any = ForkingPickler
     forget = keep("modules", modules)
-    pickler.reducer_override, pickler.loads = _reduce, staticmethod(_loads)
     try:
-        yield
+        with _by_modules.needed():
+            yield
     finally:
         forget()
-        del pickler.reducer_override
-        pickler.loads = _load

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, FrameType, TracebackType
 from typing import Any
 
-from echelon.comm.threads.installation import Installation
 from echelon.process.offered_debugger import open_debugger
-from echelon.process.replacement import Replacement
+from echelon.process.replacement import Installation, Replacement
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 
@@ -71,5 +70,5 @@ def _breakpointhook(*args: Any, **options: Any) -> Any:
 
 _post_mortem = Replacement(pdb, "post_mortem", _look_back)
 _hook = Replacement(sys, "breakpointhook", _breakpointhook, over=_is_free)
-# Each rank enters ``of_rank`` of it.
+# Each rank needs it.
 debugger_of_ranks = Installation.of(Replacement(pdb, "set_trace", _set_trace), _post_mortem, _hook)

@@ -1,12 +1,11 @@
 """Which simulated rank the calling thread is, so that no rank acts for another by mistake.
 
 A group knows its rank, and an installed library that keeps one in a global gives it to all ranks.
-This is the one place in which a thread finds its rank.
+``process.this_rank`` has what the thread finds.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
@@ -15,6 +14,7 @@ from echelon.comm.threads.process_state import StateOwner
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import StateError
+from echelon.process.this_rank import here
 
 
 @final
@@ -35,22 +35,15 @@ class RankThread:
     resume: Callable[[], None]
 
 
-_here = threading.local()  # .rank
-
-
 def this_rank() -> RankThread | None:
     """The rank that the calling thread is; None for a thread that is no simulated rank."""
-    return getattr(_here, "rank", None)
-
-
-def set_this_rank(rank: RankThread | None) -> None:
-    """Say which rank the calling thread is from now on."""
-    _here.rank = rank
+    rank: RankThread | None = here.rank
+    return rank
 
 
 def resume_if_overtaken() -> None:
     """Wait for the turn of the rank on the calling thread, if it was overtaken."""
-    rank: RankThread | None = getattr(_here, "rank", None)
+    rank: RankThread | None = here.rank
     if rank is not None:
         rank.resume()
 
@@ -64,11 +57,11 @@ def require_of_rank(order: RankOrder, call: CollectiveCall) -> None:
     Raises:
         StateError: it does. Other threads may be of any rank.
     """
-    here: RankThread | None = getattr(_here, "rank", None)  # without a call: each call asks
-    if here is None or here.order is not order or here.rank == call.rank:
+    rank: RankThread | None = here.rank  # without a call: each call asks
+    if rank is None or rank.order is not order or rank.rank == call.rank:
         return
     raise StateError(
-        f"rank {here.rank} calls {call} on the group of rank {call.rank}. Simulated ranks "
+        f"rank {rank.rank} calls {call} on the group of rank {call.rank}. Simulated ranks "
         "share the globals of installed modules, and one of these seems to keep the group: pass "
         "the group to each call, or set ECHELON_OWN_MODULES to the name of the module"
     )

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from echelon.comm.threads.installation import Installation
 from echelon.comm.threads.process_state import register_state
+from echelon.process.replacement import Installation
 
 Values = tuple[Any, ...]
 
@@ -209,7 +209,7 @@ def _watch() -> None:
         sys.meta_path.insert(place, _import_ends)
 
 
-# Each rank enters ``of_rank`` of it.
+# Each rank needs it.
 watching_imports = Installation(_watch, lambda: sys.meta_path.remove(_import_ends))
 
 

@@ -56,12 +56,13 @@ from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
 from echelon.comm.threads.rank_order import RankOrder
-from echelon.comm.threads.rank_threads import RankThread, set_this_rank, this_rank
+from echelon.comm.threads.rank_threads import RankThread, this_rank
 from echelon.comm.threads.replaced_names import watching_imports
 from echelon.comm.threads.running_time import running_s
 from echelon.errors import StateError
 from echelon.process.operating_system import at_fork
 from echelon.process.process_status import others_work
+from echelon.process.this_rank import here
 
 OVERTAKE_S = 0.2
 BLOCKED_S = 2.0
@@ -77,8 +78,8 @@ class Turns(RankOrder):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._size = size
-        here = this_rank()
-        self._starter = starter = OUTSIDE if here is None else here.state
+        rank = this_rank()
+        self._starter = starter = OUTSIDE if rank is None else rank.state
         self._has_process = False  # whether this world holds the lock of the process
         self._holder: int | None = 0  # the rank whose turn it is
         self._running: int | None = None  # the holder, once its thread has noticed
@@ -114,22 +115,21 @@ class Turns(RankOrder):
             self._threads[rank] = threading.get_ident()
             self._take_turn(rank)
             was_left = self._closed  # so the process has the state of the caller again
-        set_this_rank(
-            RankThread(rank, self, self._owners[rank], partial(self._resume_if_overtaken, rank))
-        )
+        resume = partial(self._resume_if_overtaken, rank)
+        here.rank = RankThread(rank, self, self._owners[rank], resume)
         try:
             if was_left:
                 raise StateError(f"rank {rank} does not start, because its world was left")
             with (
-                without_locks.of_rank(),
-                watching_imports.of_rank(),
-                keeping_threads.of_rank(),
-                own_loggers.of_rank(),
+                without_locks.needed(),
+                watching_imports.needed(),
+                keeping_threads.needed(),
+                own_loggers.needed(),
                 handing_on(lambda: self._blocked(rank)),
             ):
                 yield
         finally:
-            set_this_rank(None)
+            here.rank = None
             with self.lock:
                 self._threads[rank] = 0
                 self._stop_clock(rank)
@@ -399,7 +399,7 @@ class Turns(RankOrder):
 
 def _after_fork() -> None:
     """A forked child is no simulated rank: its one thread runs alone, with the state it has."""
-    set_this_rank(None)
+    here.rank = here.hand_on = None
 
 
 at_fork(after_in_child=_after_fork)
