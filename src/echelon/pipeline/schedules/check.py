@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from echelon.checks import numbers
 from echelon.errors import ScheduleError
-from echelon.pipeline.schedules.dependencies import Values, transfer_of, walk
+from echelon.pipeline.schedules.dataflow import OWN, Values, transfer_of
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -27,6 +27,7 @@ from echelon.pipeline.schedules.ir import (
     check_type,
     placed_parts,
 )
+from echelon.pipeline.schedules.walk import walk
 
 # Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 if an
 # action is missing.
@@ -114,7 +115,7 @@ def _check_complete(schedule: Schedule, places: Places) -> None:
 def local_order(schedule: Schedule, places: Places) -> None:
     """On a rank, for each stage and microbatch: F, then B or I, then W."""
     m = schedule.num_microbatches
-    for first, second in ((FORWARD, BACKWARD), (FORWARD, INPUT), (INPUT, WEIGHT)):
+    for second, first in OWN.items():
         pairs = zip(places[first], places[second], strict=True)
         for n, (before, after) in enumerate(pairs):
             if 0 <= after < before:
@@ -130,7 +131,7 @@ def local_order(schedule: Schedule, places: Places) -> None:
 
 def transfers(schedule: Schedule) -> None:
     """Each value that another rank needs is sent and received once, after and before its use."""
-    values = Values(schedule)
+    values = Values(schedule.num_stages, schedule.num_microbatches)
     ends: Counter[tuple[bool, int]] = Counter()
     for rank, order in enumerate(schedule.orders):
         done, received = set[int](), set[int]()
@@ -181,7 +182,7 @@ class _ListedTransfer(NamedTuple):
 
 def channel_order(schedule: Schedule) -> None:
     """Both ranks of a pair list their transfers in the same order."""
-    values = Values(schedule)
+    values = Values(schedule.num_stages, schedule.num_microbatches)
     lists: dict[tuple[int, int], dict[int, list[_ListedTransfer]]] = {}  # by pair, then by rank
     for rank, order in enumerate(schedule.orders):
         for index, item in enumerate(order):
