@@ -1,10 +1,16 @@
 """Who needs what is said once, and all that walks a schedule agrees with it."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import echelon
 from echelon.pipeline.schedules.action_lists import read
 from echelon.pipeline.schedules.dataflow import Transfer, Values, crossings, ends_of
 from echelon.pipeline.schedules.ir import parse_item
+
+ROOT = Path(echelon.__file__).parent
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -50,3 +56,15 @@ def test_a_send_and_its_receive_are_one_transfer() -> None:
 
 def test_stages_of_one_rank_exchange_nothing() -> None:
     assert list(crossings((0, 1, 1, 0))) == [(0, 0, 1), (2, 1, 0)]
+
+
+def test_no_other_file_says_which_stage_is_next() -> None:
+    places = []
+    for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("planner/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_step = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)
+            if not is_step or not isinstance(node.right, ast.Constant) or node.right.value != 1:
+                continue
+            if ast.unparse(node.left).split(".")[-1] in ("stage", "source"):
+                places.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert places == []
