@@ -194,6 +194,8 @@ class _Circles:
 
     def _starts(self, rank: int) -> list[_Node]:
         """The rank, and the transfers at the head of its queues."""
+        if self._walk.channel is Channel.IDEAL:
+            return [("rank", rank)]
         heads = [
             ("transfer", transfer.value)
             for (owner, _), queue in sorted(self._walk.queues.items())

@@ -115,7 +115,7 @@ class Walk:
     ) -> None:
         self._orders, self._needs, self._gives = orders, needs, gives
         self.available, self._arrivals, self._transfer_of = available, arrivals, transfer_of
-        self._channel, self._batches = channel, batches
+        self.channel, self._batches = channel, batches
         self.positions = [0] * len(orders)
         self._issued = [0] * len(orders)  # where the last batch of sends and receives ended
         self.waiting: dict[int, list[int]] = {}  # by number: the ranks that wait for it
@@ -172,7 +172,7 @@ class Walk:
 
     def queue(self, rank: int, transfer: Transfer) -> deque[list[Transfer]]:
         """What a rank has posted on the channel of a transfer, as batches."""
-        return self.queues.get(self._channel.queue(rank, transfer), _NO_QUEUE)
+        return self.queues.get(self.channel.queue(rank, transfer), _NO_QUEUE)
 
     def batch(self, rank: int, index: int) -> range:
         """The positions of the sends and receives that are issued with the one at ``index``."""
@@ -203,7 +203,7 @@ class Walk:
             else:
                 yield rank, position, action, transfer
             fronts.append(transfer)
-            fresh.setdefault(self._channel.queue(rank, transfer), []).append(transfer)
+            fresh.setdefault(self.channel.queue(rank, transfer), []).append(transfer)
         for name, members in fresh.items():
             self.queues.setdefault(name, deque()).append(members)
         self._issued[rank] = batch.stop
