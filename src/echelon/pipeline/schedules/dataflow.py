@@ -70,6 +70,8 @@ FLOWS: Mapping[Kind, Flow] = {
 }
 # The computation of the same stage and microbatch whose value a computation needs as well.
 OWN: Mapping[Kind, Kind] = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
+# By how many microbatches of its stage an action changes what is kept for a backward.
+KEPT: Mapping[Kind, int] = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
 
 
 def ends_of(action: Action) -> tuple[Action, Action]:

@@ -14,11 +14,8 @@ from echelon.errors import ArgumentError
 from echelon.page import html_of
 from echelon.pipeline.schedules.check import placed_and_complete
 from echelon.pipeline.schedules.costs import Costs, CostsByName, read_costs
-from echelon.pipeline.schedules.dataflow import Transfer, Values, crossings
+from echelon.pipeline.schedules.dataflow import KEPT, Transfer, Values, crossings
 from echelon.pipeline.schedules.ir import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
     WHOLE_STAGE,
     Item,
     Kind,
@@ -334,11 +331,10 @@ def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
     alive = most = 0
     for item in schedule.orders[rank]:
         for part in item.parts:
-            if part.kind is FORWARD:
-                alive += sizes[part.stage]
+            change = KEPT.get(part.kind)
+            if change is not None:
+                alive += change * sizes[part.stage]
                 most = max(most, alive)
-            elif part.kind in (BACKWARD, WEIGHT):
-                alive -= sizes[part.stage]
     return most
 
 
