@@ -8,7 +8,7 @@ from echelon.pipeline.link import PendingSend
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import Action, Kind
 from echelon.pipeline.schedules.passes import lower
-from echelon.pipeline.send_completion import PendingSends, SendCompletion
+from echelon.pipeline.send_completion import PendingSends, sends_complete_at
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,11 @@ def test_a_message_tells_of_sends_that_went_before_it(name: str, chunks: int, ra
     for rank, order in enumerate(lowered.orders):
         actions = [part for item in order for part in item.parts]
         place = {str(action): i for i, action in enumerate(actions)}
-        found = SendCompletion.of(lowered, rank)
         told = []
-        for kinds, by_key in (("F", found.by_input), ("BI", found.by_gradient)):
-            for (stage, mb), sends in by_key.items():
-                taken = next(place[a] for k in kinds if (a := f"{stage}{k}{mb}") in place)
-                told += [(send, taken) for send in sends]
+        for (kind, mb, stage), sends in sends_complete_at(lowered, rank).items():
+            kinds = "F" if kind is Kind.RECV_F else "BI"
+            taken = next(place[a] for k in kinds if (a := f"{stage}{k}{mb}") in place)
+            told += [(send, taken) for send in sends]
         assert len({send for send, _ in told}) == len(told)
         assert all(place[str(send)] < taken for send, taken in told)
         # Of an output, its gradient tells at the latest.

@@ -38,12 +38,12 @@ from typing import TYPE_CHECKING, Any
 from echelon.pipeline.measure import Measurement, measured_costs
 from echelon.pipeline.schedules.check import check
 from echelon.pipeline.schedules.choose import Choice, choose
-from echelon.pipeline.schedules.dependencies import Channel
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import Action, Item, Kind, Pair, Schedule
 from echelon.pipeline.schedules.passes import lower
 from echelon.pipeline.schedules.render import to_page, to_svg, to_text
 from echelon.pipeline.schedules.simulate import Idle, Simulation, Step, Timeline, simulate
+from echelon.pipeline.schedules.walk import Channel
 from echelon.pipeline.splitting.partition import partition
 
 if TYPE_CHECKING:

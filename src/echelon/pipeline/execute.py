@@ -37,6 +37,7 @@ from echelon.errors import CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import BoundaryValue, TensorSpec
 from echelon.pipeline.link import Link, Received
 from echelon.pipeline.microbatch import Batch
+from echelon.pipeline.schedules.dataflow import OUTPUT
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     FORWARD,
@@ -46,7 +47,7 @@ from echelon.pipeline.schedules.ir import (
     Kind,
     Schedule,
 )
-from echelon.pipeline.send_completion import PendingSends, SendCompletion
+from echelon.pipeline.send_completion import PendingSends, sends_complete_at
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.step_specs import StepSpecs
 
@@ -135,7 +136,7 @@ class Executor:
         # Up to 2p - 1 sends wait for a message in the warm-up of ZB-H2, the longest of the
         # schedules with bounded memory; more are polled.
         self._pending_sends = PendingSends(max_unpolled=2 * schedule.num_ranks)
-        completion = SendCompletion.of(schedule, rank)
+        complete = sends_complete_at(schedule, rank)
         self._slots = {
             (index, i): _Slot(
                 stage,
@@ -144,15 +145,19 @@ class Executor:
                 is_last=index == schedule.num_stages - 1,
                 to_previous=to_previous.get(index),
                 to_next=to_next.get(index),
-                sent_before_input=completion.by_input.get((index, i), ()),
-                sent_before_grads=completion.by_gradient.get((index, i), ()),
+                sent_before_input=complete.get(
+                    Action(kind=Kind.RECV_F, microbatch=i, stage=index), ()
+                ),
+                sent_before_grads=complete.get(
+                    Action(kind=Kind.RECV_B, microbatch=i, stage=index), ()
+                ),
             )
             for index, stage in stages.items()
             for i in range(schedule.num_microbatches)
         }
         for (index, i), slot in self._slots.items():
-            slot.previous = self._slots.get((index - 1, i))
-            slot.next = self._slots.get((index + 1, i))
+            slot.previous = self._slots.get((OUTPUT.source(index), i))
+            slot.next = self._slots.get((OUTPUT.target(index), i))
         self._program = [
             (action, int(_ACTIVITIES.get(action.kind, Activity.OTHER)), self._bind(action))
             for item in schedule.orders[rank]

@@ -14,6 +14,7 @@ from echelon import events
 from echelon.checks import integer
 from echelon.errors import ArgumentError, StateError
 from echelon.page import TextTable, View, ViewPart, html_of, view_of
+from echelon.pipeline.schedules.dataflow import FLOWS
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -194,14 +195,10 @@ def _sources(text: str, num_stages: int) -> list[Action]:
     item = parse_item(text)
     assert isinstance(item, Action)
     kind, i, stage = item
-    if kind is FORWARD:
-        return [Action(kind=FORWARD, microbatch=i, stage=stage - 1)] if stage else []
-    if kind in (BACKWARD, INPUT) and stage + 1 < num_stages:
-        return [
-            Action(kind=BACKWARD, microbatch=i, stage=stage + 1),
-            Action(kind=INPUT, microbatch=i, stage=stage + 1),
-        ]
-    return []
+    source = FLOWS[kind].source(stage) if kind in FLOWS else -1
+    if not 0 <= source < num_stages:
+        return []
+    return [Action(kind=made_by, microbatch=i, stage=source) for made_by in FLOWS[kind].made_by]
 
 
 def measured_costs(steps: Iterable[Step], num_stages: int) -> dict[str, list[float]]:

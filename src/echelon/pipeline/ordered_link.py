@@ -15,7 +15,6 @@ values are known (see ``step_specs``) the host reads nothing that has come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import final
 
 import torch
@@ -35,6 +34,7 @@ from echelon.pipeline.link import (
     RecvBuffers,
     TaggedLink,
 )
+from echelon.pipeline.schedules.dataflow import OUTPUT, crossings
 from echelon.pipeline.step_specs import StepSpecs
 
 
@@ -171,12 +171,12 @@ def links_of(
     to_previous: dict[int, Link] = {}
     to_next: dict[int, Link] = {}
     kind = TaggedLink if group.has_tags else OrderedLink
-    for stage, (left, right) in enumerate(pairwise(placement)):
-        if left == right or group.rank not in (left, right):
+    for stage, left, right in crossings(placement):
+        if group.rank not in (left, right):
             continue
         link = kind(group, left + right - group.rank, stage, num_microbatches)
         if group.rank == left:
             to_next[stage] = link
         else:
-            to_previous[stage + 1] = link
+            to_previous[OUTPUT.target(stage)] = link
     return to_previous, to_next

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 from torch import nn
 
 from echelon.modules.sharded_tensor import local_shard
 from echelon.page import TextTable, View, ViewPart, bytes_text, view_of
+from echelon.pipeline.schedules.dataflow import crossings
 from echelon.pipeline.schedules.ir import Schedule
 
 _MOST_ROWS = 64
@@ -55,11 +55,9 @@ def _transfers(schedule: Schedule) -> TextTable:
     """How many activations and gradients each rank sends in a step."""
     num_ranks, m = schedule.num_ranks, schedule.num_microbatches
     forward, backward = [0] * num_ranks, [0] * num_ranks
-    placement = schedule.placement
-    for source, target in pairwise(placement):
-        if source != target:
-            forward[source] += m
-            backward[target] += m if schedule.has_backward else 0
+    for _, source, target in crossings(schedule.placement):
+        forward[source] += m
+        backward[target] += m if schedule.has_backward else 0
     rows = [
         [str(rank), str(sent), str(back)]
         for rank, (sent, back) in enumerate(zip(forward, backward, strict=True))

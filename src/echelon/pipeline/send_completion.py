@@ -13,57 +13,42 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import final
 
 from echelon.pipeline.link import PendingSend
-from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, Action, Kind, Schedule
+from echelon.pipeline.schedules.dataflow import FLOWS, ends_of, receive_before
+from echelon.pipeline.schedules.ir import SENDS, TRANSFER, Action, Schedule
 
-_Key = tuple[int, int]  # stage, microbatch
 
+def sends_complete_at(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
+    """The sends of ``rank`` that are complete when a message has arrived, by its receive.
 
-@dataclass(slots=True)
-class SendCompletion:
-    """The sends of a rank that are complete when a message arrives, by stage and microbatch of it.
+    Args:
+        schedule: lowered.
+        rank: the rank of the sends and of the receives.
 
-    Attributes:
-        by_input: for a message that is the input of the stage.
-        by_gradient: for a message that is the gradient of the output of the stage.
+    Example:
+        >>> from echelon.pipeline.schedules.passes import lower
+        >>> from echelon.pipeline.schedules.families import schedule
+        >>> complete = sends_complete_at(lower(schedule("1f1b", 2, 3, 2)), 0)
+        >>> {str(receive): list(map(str, sends)) for receive, sends in complete.items()}
+        {'0RECV_B0': ['0SEND_F0'], '0RECV_B1': ['0SEND_F1'], '0RECV_B2': ['0SEND_F2']}
     """
-
-    by_input: dict[_Key, list[Action]] = field(default_factory=lambda: defaultdict(list))
-    by_gradient: dict[_Key, list[Action]] = field(default_factory=lambda: defaultdict(list))
-
-    @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> SendCompletion:
-        """The sends of ``rank`` that each message to it proves complete, in a lowered schedule.
-
-        Example:
-            >>> from echelon.pipeline.schedules.passes import lower
-            >>> from echelon.pipeline.schedules.families import schedule
-            >>> completion = SendCompletion.of(lower(schedule("1f1b", 2, 3, 2)), 0)
-            >>> {key: list(map(str, sends)) for key, sends in completion.by_gradient.items()}
-            {(0, 0): ['0SEND_F0'], (0, 1): ['0SEND_F1'], (0, 2): ['0SEND_F2']}
-        """
-        completion = cls()
-        rank_of = dict(enumerate(schedule.placement)).get
-        for peer, order in enumerate(schedule.orders):
-            used: list[Action] = []  # our sends that the peer used since its last message to us
-            for action in (part for item in order if peer != rank for part in item.parts):
-                kind, mb, stage = action
-                if mb is None:
-                    continue
-                if kind is FORWARD and rank_of(stage - 1) == rank:
-                    used.append(Action(kind=Kind.SEND_F, microbatch=mb, stage=stage - 1))
-                elif kind in (BACKWARD, INPUT) and rank_of(stage + 1) == rank:
-                    used.append(Action(kind=Kind.SEND_B, microbatch=mb, stage=stage + 1))
-                elif kind is Kind.SEND_F and rank_of(stage + 1) == rank:
-                    completion.by_input[stage + 1, mb] += used
+    complete: dict[Action, list[Action]] = defaultdict(list)
+    rank_of = dict(enumerate(schedule.placement)).get
+    for peer, order in enumerate(schedule.orders):
+        used: list[Action] = []  # our sends that the peer used since its last message to us
+        for action in (part for item in order if peer != rank for part in item.parts):
+            if action.kind in SENDS:
+                _, receive = ends_of(action)
+                if rank_of(receive.stage) == rank:
+                    complete[receive] += used
                     used = []
-                elif kind is Kind.SEND_B and rank_of(stage - 1) == rank:
-                    completion.by_gradient[stage - 1, mb] += used
-                    used = []
-        return completion
+            elif action.kind in FLOWS and action.kind not in TRANSFER:
+                send, _ = ends_of(receive_before(action))
+                if rank_of(send.stage) == rank:
+                    used.append(send)
+    return complete
 
 
 @final

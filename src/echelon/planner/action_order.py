@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import final
 
-from echelon.pipeline.schedules.dependencies import Values, walk
+from echelon.pipeline.schedules.dataflow import Values
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from echelon.pipeline.schedules.walk import walk
 
 _NOTHING = -1  # the place of what an action waits for, if it waits for nothing
 _KINDS = {FORWARD: 0, INPUT: 1, WEIGHT: 2, BACKWARD: 3}  # as bubble has their costs
@@ -33,7 +34,7 @@ class ActionOrder:
         self._walk(actions)
 
     def _walk(self, actions: Schedule) -> None:
-        values, stages = Values(actions), actions.num_stages
+        values, stages = Values(actions.num_stages, actions.num_microbatches), actions.num_stages
         places = [_NOTHING] * values.count
         last = [_NOTHING] * actions.num_ranks
         for rank, _, item, _ in walk(actions):

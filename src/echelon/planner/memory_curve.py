@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, WEIGHT
+from echelon.pipeline.schedules.dataflow import KEPT
 from echelon.pipeline.schedules.simulate import Simulation
 from echelon.planner.priced_plan import PricedPlan
-
-# By how many microbatches of a stage an action changes what is kept.
-_CHANGES = {FORWARD: 1.0, BACKWARD: -1.0, WEIGHT: -1.0}
 
 
 class MemoryMoment(NamedTuple):
@@ -34,7 +31,7 @@ def memory_curve(plan: PricedPlan, simulation: Simulation) -> list[MemoryMoment]
     from then on if it comes after all forwards, they count from its begin then, as in ``moment``.
     """
     steps = simulation.timeline.of_rank(plan.memory.rank_stage)
-    changes = [_CHANGES.get(step.item.kind, 0.0) for step in steps]
+    changes = [KEPT.get(step.item.kind, 0) for step in steps]
     alive, most = 0.0, 1.0
     for change in changes:
         alive += change

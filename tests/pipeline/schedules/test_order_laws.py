@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from echelon.pipeline import Schedule, lower
-from echelon.pipeline.schedules.dependencies import Transfer, Values, transfer_of
+from echelon.pipeline.schedules.dataflow import Transfer, Values, transfer_of
 from echelon.pipeline.schedules.ir import TRANSFER, Action
 from echelon.pipeline.schedules.passes import forwards_only
 from tests.pipeline.sizes import VARIANTS, fewest, make
@@ -35,7 +35,7 @@ Entry = tuple[Transfer | None, tuple[int, ...], int | None]
 
 def entries(schedule: Schedule, rank: int) -> list[Entry]:
     """What a rank does: a transfer; or a computation with what it needs and what it gives."""
-    values, listed = Values(schedule), list[Entry]()
+    values, listed = Values(schedule.num_stages, schedule.num_microbatches), list[Entry]()
     for item in schedule.orders[rank]:
         if isinstance(item, Action) and item.kind in TRANSFER:
             listed.append((transfer_of(item, schedule, values), (), None))

@@ -4,6 +4,7 @@ import pytest
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline import Channel, Kind, Schedule, check, lower, schedule, simulate
+from echelon.pipeline.schedules.dataflow import Values, ends_of
 from echelon.pipeline.schedules.ir import COMPUTE
 from echelon.pipeline.schedules.passes import (
     MAX_AHEAD,
@@ -170,3 +171,29 @@ def test_transfers_in_sweeps_stand_where_the_runtime_of_pytorch_places_them() ->
     lowered = add_transfers_in_sweeps(Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))
     texts = " ".join(str(item) for item in lowered.orders[1])
     assert texts == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transfers_in_sweeps_stand_where_turns_of_one_action_place_them(variant: str) -> None:
+    """PyTorch's runtime: again and again each rank in turn runs its next action, if it can."""
+    for ranks, microbatches in ((2, 4), (3, 7), (4, 8)):
+        drawn = make(variant, ranks, microbatches)
+        values, made = Values(drawn.num_stages, microbatches), set()
+        heads, swept = [0] * ranks, [list[str]() for _ in range(ranks)]
+        while heads != [len(order) for order in drawn.orders]:
+            for rank, order in enumerate(drawn.orders):
+                parts = order[heads[rank]].parts if heads[rank] < len(order) else ()
+                if not parts or any(not made.issuperset(values.needed(part)) for part in parts):
+                    continue
+                swept[rank].append(str(order[heads[rank]]))
+                heads[rank] += 1
+                for part in parts:
+                    made.add(values.result(part))
+                    ends = [] if part.kind is Kind.W else list(ends_of(part))
+                    there = [end.stage for end in ends if 0 <= end.stage < drawn.num_stages]
+                    owners = [drawn.placement[stage] for stage in there]
+                    if len(set(owners)) == 2:
+                        for owner, end in zip(owners, ends, strict=True):
+                            swept[owner].append(str(end))
+        lowered = add_transfers_in_sweeps(drawn)
+        assert [[str(item) for item in order] for order in lowered.orders] == swept

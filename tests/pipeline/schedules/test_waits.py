@@ -12,7 +12,7 @@ from echelon.pipeline import Schedule, WaitCause, WaitRule, check
 from echelon.pipeline.schedules.action_lists import mistake, read
 from echelon.pipeline.schedules.ir import TRANSFER
 from echelon.pipeline.schedules.passes import add_transfers_in_sweeps
-from echelon.pipeline.schedules.waits import find_circle
+from echelon.pipeline.schedules.waits import crossed_messages, find_circle
 from tests.pipeline.schedules.brute_force import outcome, outcomes, parse
 
 RULES = list(WaitRule)
@@ -230,3 +230,9 @@ def test_ranks_behind_a_circle_are_not_in_it(rule) -> None:
     text = "0F0 0SEND_F0 0B0\n1RECV_F0 1F0"
     lists = read(text.replace("0B0", "0RECV_B0 0B0").replace("1F0", "1F0 1B0 1SEND_B0"))
     assert find_circle(lists, rule) is None
+
+
+def test_receives_in_the_order_of_sends_are_not_crossed() -> None:
+    sends = "0F0 0F1 0SEND_F0 0SEND_F1\n"
+    assert crossed_messages(read(sends + "1RECV_F0 1RECV_F1 1F0 1F1")) is None
+    assert "1RECV_F1" in str(crossed_messages(read(sends + "1RECV_F1 1RECV_F0 1F0 1F1")))

@@ -5,7 +5,8 @@
 ``vshaped``       schedules with stages on a V: ZB-V, DualPipeV
 ``controllable``  V-Half and V-Min, which trade time for memory
 ``families``      schedules by name
-``dependencies``  what computations need and give, and the one walk through a schedule
+``dataflow``      who needs what: the values, and what makes, moves and needs each of them
+``walk``          the one walk through a schedule: who can go on, and who never can
 ``check``         the rules that a schedule must keep
 ``costs``         what computations cost
 ``simulate``      how long a schedule takes, and timelines
@@ -14,7 +15,6 @@
 ``render``        timelines as text, SVG and HTML
 ``action_lists``  the actions of ranks in text that anybody wrote, and what is misplaced in them
 ``action_file``   the text of a file that may be anything
-``transfer_ends`` the two ends of each transfer, and what a rank issues at once
 ``waits``         who waits for whom in a circle, under a rule of sends and receives
 ``judgement``     all of this in one: ``judge``, whose verdict draws a circle as text
 """

@@ -20,17 +20,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.check import local_order, placed_and_complete, transfers
+from echelon.pipeline.schedules.dataflow import FLOWS, OWN, Transfer, Values
 from echelon.pipeline.schedules.ir import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
     SENDS,
     TRANSFER,
-    WEIGHT,
     WHOLE_STAGE,
     Action,
     Item,
@@ -93,16 +91,81 @@ class ActionLists:
         """Whether actions are left out."""
         return bool(self.gaps)
 
-    @property
+    @cached_property
     def has_transfers(self) -> bool:
         """Whether sends and receives stand in the lists."""
         return any(item.kind in TRANSFER for order in self.orders for item in order)
+
+    @cached_property
+    def ends(self) -> TransferEnds:
+        """Where the two ends of each transfer stand."""
+        return TransferEnds(self.orders, explicit=self.has_transfers)
 
     def place(self, rank: int, index: int) -> str:
         """Where an action stands: in the text, or in the list of its rank."""
         if self.text is not None:
             return place_in(self.text, self.offsets[rank][index])
         return f"index {index}"
+
+
+class TransferEnd(NamedTuple):
+    """One end of a transfer: the rank, and the position of the action in its list."""
+
+    rank: int
+    position: int
+
+
+class TransferEnds:
+    """Where the two ends of each transfer stand, by the number of its value.
+
+    A send and its receive are the two ends of one transfer, by the name of the value. Which rank
+    holds which stage does not matter, so excerpts are read as well as whole lists; a transfer of
+    which one end is left out is no transfer. In lists without sends and receives (not ``explicit``)
+    the computations that make and need a value are the ends.
+
+    Attributes:
+        stages: all that have an action.
+        values: the numbers of the values.
+        sent: the ends that send.
+        received: the ends that receive.
+        transfers: the transfers.
+    """
+
+    def __init__(self, orders: Sequence[Sequence[Item]], *, explicit: bool) -> None:
+        parts = list(placed_parts(orders))
+        self.stages = {part.stage for _, _, _, part in parts}
+        num_microbatches = 1 + max((part.microbatch or 0 for _, _, _, part in parts), default=0)
+        self.values = Values(1 + max(self.stages, default=0), num_microbatches)
+        self._arrivals = self.values.count if explicit else 0
+        sent: dict[int | None, TransferEnd] = {}
+        received: dict[int | None, TransferEnd] = {}
+        for rank, index, _, part in parts:
+            if not explicit:
+                sent[self.values.result(part)] = TransferEnd(rank, index)
+                received[self.values.far(part)] = TransferEnd(rank, index)
+            elif part.kind in TRANSFER:
+                ends = sent if part.kind in SENDS else received
+                ends[self.values.moved(part)] = TransferEnd(rank, index)
+        self.sent: dict[int, TransferEnd] = {}
+        self.received: dict[int, TransferEnd] = {}
+        self.transfers: dict[int | None, Transfer] = {}
+        for value, end in sent.items():
+            other = received.get(value)
+            if value is not None and other is not None and other.rank != end.rank:
+                self.sent[value], self.received[value] = end, other
+                self.transfers[value] = Transfer(value, end.rank, other.rank)
+
+    def of(self, value: int) -> tuple[TransferEnd, TransferEnd]:
+        """The end that sends and the end that receives."""
+        return self.sent[value], self.received[value]
+
+    def on(self, value: int, rank: int) -> TransferEnd:
+        """The end on a rank."""
+        return next(end for end in self.of(value) if end.rank == rank)
+
+    def arrival(self, value: int) -> int:
+        """The number for which a computation waits that needs a value of another rank."""
+        return value + self._arrivals
 
 
 def read(source: Source, *, batched: bool = False) -> ActionLists:
@@ -432,7 +495,7 @@ def parse_loosely(text: str) -> Item | None:
 def mistake(lists: ActionLists) -> ScheduleError | None:
     """The first action that is missing, twice, on a wrong rank or before what it needs there."""
     try:
-        _check_own_values(lists.orders)
+        _check_own_values(lists.orders, lists.ends.values)
         if lists.is_excerpt:
             _check_excerpt(lists.orders)
             return None
@@ -445,22 +508,17 @@ def mistake(lists: ActionLists) -> ScheduleError | None:
     return None
 
 
-def _check_own_values(orders: Sequence[Sequence[Item]]) -> None:
+def _check_own_values(orders: Sequence[Sequence[Item]], values: Values) -> None:
     """Check that a computation stands behind the one of another stage, of its rank, it is fed by.
 
     No transfer moves such a value, so the walk over transfers does not see it.
     """
     places = {
-        (rank, part.kind is FORWARD, part.stage, part.microbatch): (index, part)
-        for rank, index, _, part in placed_parts(orders)
-        if part.kind in (FORWARD, BACKWARD, INPUT)
+        (rank, values.result(part)): (index, part) for rank, index, _, part in placed_parts(orders)
     }
     for rank, index, item, part in placed_parts(orders):
-        if part.kind not in (FORWARD, BACKWARD, INPUT):
-            continue
-        is_forward = part.kind is FORWARD
-        feeder = part.stage - 1 if is_forward else part.stage + 1
-        place = places.get((rank, is_forward, feeder, part.microbatch))
+        far = values.far(part)
+        place = None if far is None else places.get((rank, far))
         if place is not None and place[0] >= index:
             raise ScheduleError(
                 f"it needs the value of {place[1]}, which is not before it but at index "
@@ -486,8 +544,7 @@ def _check_excerpt(orders: Sequence[Sequence[Item]]) -> None:
             raise ScheduleError(problem, rank=rank, index=index, action=item)
         places[part] = index
     for rank, index, item, part in placed_parts(orders):
-        for kind in _BEFORE.get(part.kind, ()):
-            needed = part._replace(kind=kind)
+        for needed in _before(part):
             if places.get(needed, -1) > index:
                 raise ScheduleError(
                     f"it stands before {needed}, which is at index {places[needed]}",
@@ -497,13 +554,13 @@ def _check_excerpt(orders: Sequence[Sequence[Item]]) -> None:
                 )
 
 
-# What stands before an action of the same stage and microbatch.
-_BEFORE: dict[Kind, tuple[Kind, ...]] = {
-    FORWARD: (Kind.RECV_F,),
-    BACKWARD: (FORWARD, Kind.RECV_B),
-    INPUT: (FORWARD, Kind.RECV_B),
-    WEIGHT: (INPUT,),
-    Kind.SEND_F: (FORWARD,),
-    Kind.SEND_B: (BACKWARD, INPUT),
-}
-assert set(_BEFORE) >= SENDS
+def _before(action: Action) -> list[Action]:
+    """What stands before an action of the same stage and microbatch."""
+    kind, i, stage = action
+    flow = FLOWS.get(kind)
+    kinds: list[Kind] = [OWN[kind]] if kind in OWN else []
+    if flow is not None and kind in flow.made_by:
+        kinds.append(flow.receive)
+    elif flow is not None and kind is flow.send:
+        kinds.extend(flow.made_by)
+    return [Action(kind=before, microbatch=i, stage=stage) for before in kinds]

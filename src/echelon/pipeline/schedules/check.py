@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from echelon.checks import numbers
 from echelon.errors import ScheduleError
-from echelon.pipeline.schedules.dependencies import Values, transfer_of, walk
+from echelon.pipeline.schedules.dataflow import KEPT, OWN, Values, transfer_of
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
@@ -27,6 +27,7 @@ from echelon.pipeline.schedules.ir import (
     check_type,
     placed_parts,
 )
+from echelon.pipeline.schedules.walk import walk
 
 # Positions in the lists of ranks, by kind and by stage * num_microbatches + microbatch; -1 if an
 # action is missing.
@@ -55,8 +56,7 @@ before 1F0, which is at index 1
     check_type(schedule)
     local_order(schedule, placed_and_complete(schedule))
     if schedule.is_lowered:
-        transfers(schedule)
-        channel_order(schedule)
+        channel_order(transfers(schedule))
     check_deadlock(schedule)
     coverage(schedule)
     if memory_cap is not None:
@@ -114,7 +114,7 @@ def _check_complete(schedule: Schedule, places: Places) -> None:
 def local_order(schedule: Schedule, places: Places) -> None:
     """On a rank, for each stage and microbatch: F, then B or I, then W."""
     m = schedule.num_microbatches
-    for first, second in ((FORWARD, BACKWARD), (FORWARD, INPUT), (INPUT, WEIGHT)):
+    for second, first in OWN.items():
         pairs = zip(places[first], places[second], strict=True)
         for n, (before, after) in enumerate(pairs):
             if 0 <= after < before:
@@ -128,15 +128,31 @@ def local_order(schedule: Schedule, places: Places) -> None:
                 )
 
 
-def transfers(schedule: Schedule) -> None:
-    """Each value that another rank needs is sent and received once, after and before its use."""
-    values = Values(schedule)
+class _ListedTransfer(NamedTuple):
+    """One end of a transfer: the value, and where the action stands in the list of its rank."""
+
+    value: int
+    position: int
+    action: Action
+
+
+Channels = dict[tuple[int, int], dict[int, list[_ListedTransfer]]]  # by pair, then by rank
+
+
+def transfers(schedule: Schedule) -> Channels:
+    """Each value that another rank needs is sent and received once, after and before its use.
+
+    Returns the transfers that the ranks list, in their order.
+    """
+    values = Values(schedule.num_stages, schedule.num_microbatches)
     ends: Counter[tuple[bool, int]] = Counter()
+    channels: Channels = {}
     for rank, order in enumerate(schedule.orders):
         done, received = set[int](), set[int]()
         for index, item in enumerate(order):
             if isinstance(item, Action) and item.kind in TRANSFER:
-                value, src, dst = transfer_of(item, schedule, values, index=index)
+                transfer = transfer_of(item, schedule, values, index=index)
+                value, src, dst = transfer
                 sends = item.kind in SENDS
                 ends[sends, value] += 1
                 problem = None
@@ -149,6 +165,8 @@ def transfers(schedule: Schedule) -> None:
                 if problem is not None:
                     raise ScheduleError(problem, rank=rank, index=index, action=item)
                 received.update(() if sends else (value,))
+                listed = channels.setdefault(transfer.pair(), {}).setdefault(rank, [])
+                listed.append(_ListedTransfer(value, index, item))
             for part in item.parts:
                 for value in values.needed(part):
                     remote = schedule.placement[values.stage(value)] != rank
@@ -169,27 +187,12 @@ def transfers(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"what {values.text(value)} gives is {has} and never {lacks}", rank=rank
             )
+    return channels
 
 
-class _ListedTransfer(NamedTuple):
-    """One end of a transfer: the value, and where the action stands in the list of its rank."""
-
-    value: int
-    position: int
-    action: Action
-
-
-def channel_order(schedule: Schedule) -> None:
+def channel_order(channels: Channels) -> None:
     """Both ranks of a pair list their transfers in the same order."""
-    values = Values(schedule)
-    lists: dict[tuple[int, int], dict[int, list[_ListedTransfer]]] = {}  # by pair, then by rank
-    for rank, order in enumerate(schedule.orders):
-        for index, item in enumerate(order):
-            if isinstance(item, Action) and item.kind in TRANSFER:
-                transfer = transfer_of(item, schedule, values)
-                ends = lists.setdefault(transfer.pair(), {})
-                ends.setdefault(rank, []).append(_ListedTransfer(transfer.value, index, item))
-    for (low, high), ends in lists.items():
+    for (low, high), ends in channels.items():
         for listed, other in zip(ends.get(low, ()), ends.get(high, ()), strict=False):
             if listed.value != other.value:
                 raise ScheduleError(
@@ -218,10 +221,7 @@ def memory(schedule: Schedule, cap: float | Sequence[float]) -> None:
     shares = [max(1, len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)]
     alive = [0] * schedule.num_ranks
     for rank, index, item, part in placed_parts(schedule.orders):
-        if part.kind is FORWARD:
-            alive[rank] += 1
-        elif part.kind in (BACKWARD, WEIGHT):
-            alive[rank] -= 1
+        alive[rank] += KEPT.get(part.kind, 0)
         if alive[rank] > caps[rank] * shares[rank]:
             raise ScheduleError(
                 f"with it {alive[rank] / shares[rank]:g} microbatches are alive on its rank, more "

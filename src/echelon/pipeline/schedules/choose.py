@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from echelon import checks
 from echelon.errors import ArgumentError
 from echelon.page import html_of
 from echelon.pipeline.schedules.costs import read_costs
+from echelon.pipeline.schedules.dataflow import crossings
 from echelon.pipeline.schedules.families import FAMILIES, schedule
 from echelon.pipeline.schedules.simulate import Simulation, simulate
 
@@ -189,10 +189,9 @@ def _share(costs: Mapping[str, float] | None, v: int) -> dict[str, float]:
 def _messages(simulation: Simulation) -> int:
     """The largest number of transfers that one rank sends or receives."""
     schedule, counts = simulation.schedule, [0] * simulation.schedule.num_ranks
-    for rank_before, rank_after in pairwise(schedule.placement):
-        if rank_before != rank_after:
-            for rank in (rank_before, rank_after):
-                counts[rank] += schedule.num_microbatches * (2 if schedule.has_backward else 1)
+    for _, *ranks in crossings(schedule.placement):
+        for rank in ranks:
+            counts[rank] += schedule.num_microbatches * (2 if schedule.has_backward else 1)
     return max(counts)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import final
 
+from echelon.pipeline.schedules.dataflow import Values
 from echelon.pipeline.schedules.ir import (
     FORWARD,
     INPUT,
@@ -138,16 +139,36 @@ def _marks(grid: Grid) -> list[Mark]:
     )
 
 
-def _earliest(grid: Grid, r: int, kind: int, i: int) -> int:
-    """The first slot after all that a computation needs, other than a rank's own order."""
-    after = -1
-    ahead = r - 1 if kind in (F0, B1) else r + 1  # who did the same computation before
-    if kind != W and 0 <= ahead < len(grid):
-        after = grid[ahead][kind][i]
-    if F0 < kind < W:
-        after = max(after, grid[r][kind - 1][i])
-    if i > 0:
-        after = max(after, grid[r][kind][i - 1])
+def _meaning(r: int, ranks: int) -> list[tuple[Kind, int]]:
+    """By kind of slot: the computation and its stage."""
+    low, high = r, 2 * ranks - 1 - r
+    return [(FORWARD, low), (FORWARD, high), (INPUT, high), (INPUT, low)]
+
+
+def _needed(ranks: int) -> list[list[list[tuple[int, int]]]]:
+    """By rank and kind of slot: the rank and the kind of the slots whose results it needs.
+
+    What a gradient of weights needs is in a list of the rank, not in slots of a kind.
+    """
+    stages = v_shape(ranks)
+    values = Values(len(stages), 1)
+    actions = {
+        (r, slot): Action(kind=kind, microbatch=0, stage=stage)
+        for r in range(ranks)
+        for slot, (kind, stage) in enumerate(_meaning(r, ranks))
+    }
+    makers = {values.result(action): place for place, action in actions.items()}
+    return [
+        [[makers[value] for value in values.needed(actions[r, slot])] for slot in range(W)] + [[]]
+        for r in range(ranks)
+    ]
+
+
+def _earliest(grid: Grid, needed: list[tuple[int, int]], row: list[int], i: int) -> int:
+    """The first slot after all that a computation needs, and after the one before of its kind."""
+    after = row[i - 1] if i > 0 else -1
+    for r, kind in needed:
+        after = max(after, grid[r][kind][i])
     return after + 1
 
 
@@ -159,7 +180,7 @@ def _pull(grid: Grid, ends: tuple[int, ...]) -> Grid:
     """
     grid = [[list(slots) for slots in row] for row in grid]
     rows = [_Row(row) for row in grid]
-    cap = max(row.peak() for row in rows)
+    cap, needed = max(row.peak() for row in rows), _needed(len(grid))
     phase, last = 0, len(grid[0][F0]) - 1
     for slot, r, kind, i in _marks(grid):
         if phase == 0 and (r, kind) == (0, B0):
@@ -169,7 +190,7 @@ def _pull(grid: Grid, ends: tuple[int, ...]) -> Grid:
             phase = 2
         if stays:
             continue
-        first = _earliest(grid, r, kind, i)
+        first = _earliest(grid, needed[r][kind], grid[r][kind], i)
         if kind == W:
             first = max(first, rows[r].backwards[i] + 1)
         rows[r].pull(kind, i, first, slot, cap)
@@ -290,9 +311,9 @@ class _Filled(_Memory):
 def _squeeze(grid: Grid) -> Grid:
     """The same order on every rank, each computation in the earliest slot that it can have."""
     squeezed = [[[0] * len(slots) for slots in row] for row in grid]
-    free = [0] * len(grid)
+    free, needed = [0] * len(grid), _needed(len(grid))
     for _, r, kind, i in _marks(grid):
-        slot = max(free[r], _earliest(squeezed, r, kind, i))
+        slot = max(free[r], _earliest(squeezed, needed[r][kind], squeezed[r][kind], i))
         squeezed[r][kind][i] = slot
         free[r] = slot + 1
     return squeezed
@@ -300,13 +321,7 @@ def _squeeze(grid: Grid) -> Grid:
 
 def _order(r: int, ranks: int, row: list[list[int]]) -> Iterator[Action]:
     """The actions of a rank; free slots go to the gradients of weights, the upper stage first."""
-    low, high = r, 2 * ranks - 1 - r
-    meaning: list[tuple[Kind, int]] = [
-        (FORWARD, low),
-        (FORWARD, high),
-        (INPUT, high),
-        (INPUT, low),
-    ]
+    meaning = _meaning(r, ranks)
     at = {slot: (kind, i) for kind, slots in enumerate(row) for i, slot in enumerate(slots)}
     waiting: list[tuple[int, int, int]] = []  # upper stage before lower, then by microbatch
     for slot in range(max(at) + 1):

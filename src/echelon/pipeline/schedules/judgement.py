@@ -17,8 +17,13 @@ from echelon.pipeline.schedules.action_lists import ActionLists, Source, mistake
 from echelon.pipeline.schedules.check import coverage
 from echelon.pipeline.schedules.ir import Schedule, placed_parts
 from echelon.pipeline.schedules.passes import add_transfers_in_sweeps
-from echelon.pipeline.schedules.transfer_ends import crossed_messages
-from echelon.pipeline.schedules.waits import Wait, WaitCause, WaitRule, find_circle
+from echelon.pipeline.schedules.waits import (
+    Wait,
+    WaitCause,
+    WaitRule,
+    crossed_messages,
+    find_circle,
+)
 
 HELD, AWAITED = "■", "□"
 _NEIGHBOURS = 2  # actions that are drawn on both sides of a marked one

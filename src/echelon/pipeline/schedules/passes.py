@@ -14,12 +14,11 @@ from echelon import checks
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.check import check
 from echelon.pipeline.schedules.costs import CostsByName
-from echelon.pipeline.schedules.dependencies import Channel, Values, walk
+from echelon.pipeline.schedules.dataflow import FLOWS, Values, ends_of, receive_before
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     COMPUTE,
     FORWARD,
-    INPUT,
     WEIGHT,
     WHOLE_STAGE,
     Action,
@@ -28,6 +27,7 @@ from echelon.pipeline.schedules.ir import (
     Schedule,
 )
 from echelon.pipeline.schedules.simulate import simulate
+from echelon.pipeline.schedules.walk import Channel, walk
 
 MAX_AHEAD = 4  # computations between the post of a receive and its consumer
 
@@ -131,23 +131,21 @@ def add_transfers_in_sweeps(schedule: Schedule) -> Schedule:
         rank 0 | 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
         rank 1 | 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
-    values, heads = Values(schedule), [0] * schedule.num_ranks
-    computed = bytearray(values.count)
-    order: list[tuple[int, int]] = []
-    swept = -1
-    while swept < len(order):
-        swept = len(order)
-        for rank, actions in enumerate(schedule.orders):
-            if heads[rank] == len(actions):
-                continue
-            parts = actions[heads[rank]].parts
-            if all(computed[value] for part in parts for value in values.needed(part)):
-                order.append((rank, heads[rank]))
-                heads[rank] += 1
-                for result in map(values.result, parts):
-                    if result is not None:
-                        computed[result] = 1
-    return _by_sender(schedule, order, _routes(schedule, order))
+    values = Values(schedule.num_stages, schedule.num_microbatches)
+    sweeps = [0] * schedule.num_ranks  # by rank, that of its last action
+    computed: dict[int, tuple[int, int]] = {}  # the sweep and the rank of a value
+    order: list[tuple[int, int, int]] = []  # the sweep, rank and position of each action
+    for rank, position, item, _ in walk(schedule):
+        inputs = [computed[value] for part in item.parts for value in values.needed(part)]
+        # A sweep goes through the ranks in ascending order, and runs one action of each.
+        first = [sweep + (source > rank) for sweep, source in inputs]
+        sweeps[rank] = max(sweeps[rank] + 1, *first, 0)
+        order.append((sweeps[rank], rank, position))
+        for result in map(values.result, item.parts):
+            if result is not None:
+                computed[result] = sweeps[rank], rank
+    places = [(rank, position) for _, rank, position in sorted(order)]
+    return _by_sender(schedule, places, _routes(schedule, places))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,29 +184,17 @@ def _routes(schedule: Schedule, order: list[tuple[int, int]]) -> list[_Route]:
     """The values that ranks send, in the order in which they are sent."""
     consumers: dict[Action, tuple[int, int]] = {}  # by the receive that stands before it
     for rank, position in order:
-        for kind, i, stage in schedule.orders[rank][position].parts:
-            if kind is FORWARD or kind in (BACKWARD, INPUT):
-                receive = Kind.RECV_F if kind is FORWARD else Kind.RECV_B
-                consumers[Action(kind=receive, microbatch=i, stage=stage)] = rank, position
+        for part in schedule.orders[rank][position].parts:
+            if part.kind in FLOWS:
+                consumers[receive_before(part)] = rank, position
     routes = []
     for rank, position in order:
-        for kind, i, stage in schedule.orders[rank][position].parts:
-            if kind is FORWARD:
-                send, received = (
-                    Kind.SEND_F,
-                    Action(kind=Kind.RECV_F, microbatch=i, stage=stage + 1),
-                )
-            elif kind in (BACKWARD, INPUT):
-                send, received = (
-                    Kind.SEND_B,
-                    Action(kind=Kind.RECV_B, microbatch=i, stage=stage - 1),
-                )
-            else:
-                continue
-            dst = consumers.get(received)
-            if dst is not None and dst[0] != rank:
-                sent = Action(kind=send, microbatch=i, stage=stage)
-                routes.append(_Route(send=sent, receive=received, src=(rank, position), dst=dst))
+        for part in schedule.orders[rank][position].parts:
+            if part.kind in FLOWS:
+                send, receive = ends_of(part)
+                dst = consumers.get(receive)
+                if dst is not None and dst[0] != rank:
+                    routes.append(_Route(send=send, receive=receive, src=(rank, position), dst=dst))
     return routes
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 from echelon.checks import instance, integers
@@ -15,17 +14,15 @@ from echelon.errors import ArgumentError
 from echelon.page import html_of
 from echelon.pipeline.schedules.check import placed_and_complete
 from echelon.pipeline.schedules.costs import Costs, CostsByName, read_costs
-from echelon.pipeline.schedules.dependencies import Channel, Transfer, Values, walk
+from echelon.pipeline.schedules.dataflow import KEPT, Transfer, Values, crossings
 from echelon.pipeline.schedules.ir import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
     WHOLE_STAGE,
     Item,
     Kind,
     Schedule,
     check_type,
 )
+from echelon.pipeline.schedules.walk import Channel, walk
 
 
 class Step(NamedTuple):
@@ -210,7 +207,7 @@ def simulate(
     """
     check_type(schedule)
     instance("channel", channel, Channel)
-    crosses = any(before != after for before, after in pairwise(schedule.placement))
+    crosses = any(crossings(schedule.placement))
     if channel is not Channel.IDEAL and crosses and not schedule.is_lowered:
         raise ArgumentError(
             f"{channel.name} orders transfers and this schedule has none; lower it first "
@@ -240,11 +237,12 @@ class _Clock:
 
     def __init__(self, schedule: Schedule, costs: Costs, channel: Channel) -> None:
         self._schedule, self._costs, self._channel = schedule, costs, channel
-        self._values = Values(schedule)
-        size = schedule.num_ranks
+        values, size = Values(schedule.num_stages, schedule.num_microbatches), schedule.num_ranks
+        self._needs, self._gives = values.by_stage(range(schedule.num_stages))
+        self._owners = values.owners(schedule.placement)
         self._now: list[float | None] = [None] * size  # end of the last computation
-        self._computed = [0.0] * self._values.count  # when a value was computed
-        self._arrival = [0.0] * self._values.count  # when it arrived on the other rank
+        self._computed = [0.0] * values.count  # when a value was computed
+        self._arrival = [0.0] * values.count  # when it arrived on the other rank
         self._posted: dict[Transfer, float] = {}
         self._free: dict[object, float] = {}  # when a channel has ended its last transfer
         self.busy = [0.0] * size
@@ -272,9 +270,10 @@ class _Clock:
     def _compute(self, rank: int, item: Item) -> Step:
         before = self._now[rank]
         ready, source, computed = 0.0, rank, 0.0
-        for part in item.parts:
-            for value in self._values.needed(part):
-                owner = self._schedule.placement[self._values.stage(value)]
+        for kind, i, stage in item.parts:
+            for first in self._needs[kind][stage]:
+                value = first + (i or 0)
+                owner = self._owners[value]
                 arrival = self._computed[value] if owner == rank else self._arrive(value)
                 if arrival > ready:
                     ready, source, computed = arrival, owner, self._computed[value]
@@ -283,10 +282,9 @@ class _Clock:
         seconds = self._costs.of(item)
         self._now[rank] = end = start + seconds
         self.busy[rank] += seconds
-        for part in item.parts:
-            result = self._values.result(part)
-            if result is not None:
-                self._computed[result] = end
+        for kind, i, stage in item.parts:
+            for first in self._gives[kind][stage]:
+                self._computed[first + (i or 0)] = end
         return Step(rank, item, start, end)
 
     def _account(
@@ -333,11 +331,10 @@ def _most_alive(schedule: Schedule, rank: int, sizes: Sequence[int]) -> int:
     alive = most = 0
     for item in schedule.orders[rank]:
         for part in item.parts:
-            if part.kind is FORWARD:
-                alive += sizes[part.stage]
+            change = KEPT.get(part.kind)
+            if change is not None:
+                alive += change * sizes[part.stage]
                 most = max(most, alive)
-            elif part.kind in (BACKWARD, WEIGHT):
-                alive -= sizes[part.stage]
     return most
 
 

@@ -1,8 +1,6 @@
 """Which ranks wait for each other in a circle, under a rule of how sends and receives behave.
 
-Nothing here is a race: an action only ever waits for others that are all certain to be needed, so
-whatever order the ranks run in, they get equally far. One walk therefore decides, and the shortest
-circle among the waits that are left at its end explains.
+The walk says which ranks are held at its end; the shortest circle among their waits explains.
 
 ::
 
@@ -15,13 +13,14 @@ circle among the waits that are left at its end explains.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from echelon.pipeline.schedules.action_lists import ActionLists
-from echelon.pipeline.schedules.ir import Item
-from echelon.pipeline.schedules.transfer_ends import TransferEnd, TransferTable
+from echelon.pipeline.schedules.action_lists import ActionLists, TransferEnd
+from echelon.pipeline.schedules.dataflow import Transfer
+from echelon.pipeline.schedules.ir import SENDS, Action, Item
+from echelon.pipeline.schedules.walk import Channel, Walk
 
 
 class WaitRule(StrEnum):
@@ -49,6 +48,12 @@ class WaitRule(StrEnum):
             WaitRule.PAIR_QUEUE: "one queue for each pair of ranks",
             WaitRule.RANK_QUEUE: "one queue for each rank",
         }[self]
+
+    @property
+    def channel(self) -> Channel:
+        """Which transfers wait for one another."""
+        queues = {WaitRule.PAIR_QUEUE: Channel.PAIR, WaitRule.RANK_QUEUE: Channel.RANK}
+        return queues.get(self, Channel.IDEAL)
 
 
 class WaitCause(Enum):
@@ -100,109 +105,86 @@ def find_circle(lists: ActionLists, rule: WaitRule) -> tuple[Wait, ...] | None:
         >>> find_circle(lists, WaitRule.EAGER) is None
         True
     """
-    return _Walkers(lists, rule).run()
+    walk = _walk(lists, rule)
+    deque(walk.run(), maxlen=0)
+    return _Circles(lists, walk).shortest() if walk.held() else None
+
+
+class _Arrived(dict[int, int]):
+    """Whether a value has arrived; one that no transfer brings is there from the start."""
+
+    def __missing__(self, number: int) -> int:
+        return 1
+
+
+def _walk(lists: ActionLists, rule: WaitRule) -> Walk:
+    """The walk through lists, in which only values of other ranks are waited for."""
+    ends, values, holds = lists.ends, lists.ends.values, rule is WaitRule.BLOCKING
+    needs, gives = values.by_stage(ends.stages, own=False)
+    for kind, row in needs.items():
+        for stage, far in row.items():
+            row[stage] = () if kind in SENDS and not holds else tuple(map(ends.arrival, far))
+
+    def transfer_of(action: Action) -> Transfer | None:
+        return ends.transfers.get(values.moved(action))
+
+    return Walk(
+        lists.orders,
+        needs=needs,
+        gives=gives,
+        available=_Arrived.fromkeys(map(ends.arrival, ends.sent), 0),
+        arrivals=values.count,
+        transfer_of=transfer_of if lists.has_transfers else None,
+        channel=rule.channel,
+        batches=lists.batches,
+    )
+
+
+def crossed_messages(lists: ActionLists) -> str | None:
+    """The first message that a receive for another one would take, if messages had no names.
+
+    Example:
+        >>> from echelon.pipeline.schedules.action_lists import read
+        >>> text = "0F0 0F1 0SEND_F0 0SEND_F1\\n1RECV_F1 1RECV_F0 1F0 1F1"
+        >>> print(crossed_messages(read(text)).split(";")[0])
+        rank 0 sends 0SEND_F0 (line 1, column 9) where rank 1 receives 1RECV_F1 (line 2, column 1)
+    """
+    ends = lists.ends
+    sent: dict[tuple[int, int], list[tuple[TransferEnd, TransferEnd]]] = {}
+    for send, receive in map(ends.of, ends.sent) if lists.has_transfers else ():
+        sent.setdefault((send.rank, receive.rank), []).append((send, receive))
+    for (src, dst), messages in sorted(sent.items()):
+        by_send = sorted(messages)
+        by_receive = sorted(messages, key=lambda ends: ends[1])
+        partner = dict(messages)
+        for (send, _), (_, receive) in zip(by_send, by_receive, strict=True):
+            if partner[send] != receive:
+                return (
+                    f"rank {src} sends {_placed(lists, send)} where rank {dst} receives "
+                    f"{_placed(lists, receive)}; where messages have no tags, as those of "
+                    "PyTorch's stages, it takes the wrong one and no error is raised"
+                )
+    return None
+
+
+def _placed(lists: ActionLists, end: TransferEnd) -> str:
+    return f"{lists.orders[end.rank][end.position]} ({lists.place(end.rank, end.position)})"
 
 
 # A rank that is held, or a transfer that is posted at one end and not through.
 _Node = tuple[str, int]
 
 
-class _Walkers:
-    """Advances each rank until it is held, and again when what held it is through."""
+class _Circles:
+    """The waits that are left at the end of a walk, and the circles among them."""
 
-    def __init__(self, lists: ActionLists, rule: WaitRule) -> None:
-        self._lists, self._rule = lists, rule
-        self._transfers = TransferTable(lists)
-        hold = rule is WaitRule.BLOCKING
-        self._entries = [
-            self._transfers.entries(order, batches, hold)
-            for order, batches in zip(lists.orders, lists.batches, strict=True)
-        ]
-        count = len(self._transfers.sent)
-        self._positions = [0] * len(lists.orders)
-        self._posted = [False] * len(lists.orders)  # whether the entry at the position has posted
-        # The number of ends that are posted; in lists without transfers, nobody posts the other.
-        self._ends = [0 if self._transfers.explicit else 1] * count
-        self._through = bytearray(count)
-        self._waiting: dict[int, list[int]] = {}  # by transfer: the ranks that it holds
-        self._runnable = deque(range(len(lists.orders)))
-        self._is_queued = self._transfers.explicit and rule in (
-            WaitRule.PAIR_QUEUE,
-            WaitRule.RANK_QUEUE,
-        )
-        # By rank and name of the queue: entries of transfers, of which those of the first may run.
-        self._queues: dict[tuple[int, int], deque[list[int]]] = {}
+    def __init__(self, lists: ActionLists, walk: Walk) -> None:
+        self._lists, self._ends, self._walk = lists, lists.ends, walk
 
-    def run(self) -> tuple[Wait, ...] | None:
-        """Walk as far as possible; the shortest circle if some rank is held at the end."""
-        while self._runnable:
-            self._advance(self._runnable.popleft())
-        held = [r for r, done in enumerate(self._positions) if done < len(self._entries[r])]
-        return self._shortest_circle(held) if held else None
-
-    def _advance(self, rank: int) -> None:
-        entries, through = self._entries[rank], self._through
-        position = self._positions[rank]
-        while position < len(entries):
-            entry = entries[position]
-            blocker = None
-            if not self._posted[rank]:
-                blocker = next((n for n in entry.needs if not through[n]), None)
-                if blocker is None:
-                    self._posted[rank] = True
-                    self._post(rank, entry.posts)
-            if blocker is None:
-                blocker = next((n for n in entry.holds if not through[n]), None)
-            if blocker is not None:
-                self._waiting.setdefault(blocker, []).append(rank)
-                break
-            position += 1
-            self._posted[rank] = False
-        self._positions[rank] = position
-
-    def _post(self, rank: int, numbers: Sequence[int]) -> None:
-        """Post ends of transfers at once, and let run what can."""
-        if self._is_queued:
-            fresh: dict[tuple[int, int], list[int]] = {}
-            for number in numbers:
-                fresh.setdefault(self._queue_name(rank, number), []).append(number)
-            for name, members in fresh.items():
-                self._queues.setdefault(name, deque()).append(members)
-        for number in numbers:
-            self._ends[number] += 1
-        self._complete(numbers)
-
-    def _queue_name(self, rank: int, number: int) -> tuple[int, int]:
-        if self._rule is WaitRule.RANK_QUEUE:
-            return rank, rank
-        return rank, self._transfers.other_end(number, rank).rank
-
-    def _complete(self, numbers: Sequence[int]) -> None:
-        """Run the transfers that can, and those that were queued behind them."""
-        candidates = list(numbers)
-        while candidates:
-            number = candidates.pop()
-            if self._ends[number] < 2 or self._through[number]:
-                continue
-            if self._is_queued:
-                ends = self._transfers.sent[number], self._transfers.received[number]
-                queues = [self._queues[self._queue_name(end.rank, number)] for end in ends]
-                if not all(queue and number in queue[0] for queue in queues):
-                    continue
-                for queue in queues:
-                    queue[0].remove(number)
-                    if not queue[0]:
-                        queue.popleft()
-                        candidates.extend(queue[0] if queue else ())
-            self._through[number] = 1
-            self._runnable.extend(self._waiting.pop(number, ()))
-
-    # --- the circle ------------------------------------------------------------------------------
-
-    def _shortest_circle(self, held: Sequence[int]) -> tuple[Wait, ...]:
+    def shortest(self) -> tuple[Wait, ...]:
         """The shortest circle of waits; of several, one with the lowest rank."""
         best: list[Wait] | None = None
-        for rank in held:
+        for rank in self._walk.held():
             for start in self._starts(rank):
                 circle = self._circle_through(start, None if best is None else len(best))
                 if circle is not None:
@@ -212,11 +194,13 @@ class _Walkers:
 
     def _starts(self, rank: int) -> list[_Node]:
         """The rank, and the transfers at the head of its queues."""
+        if self._walk.channel is Channel.IDEAL:
+            return [("rank", rank)]
         heads = [
-            ("transfer", number)
-            for (owner, _), queue in sorted(self._queues.items())
+            ("transfer", transfer.value)
+            for (owner, _), queue in sorted(self._walk.queues.items())
             if owner == rank and queue
-            for number in queue[0]
+            for transfer in queue[0]
         ]
         return [("rank", rank), *heads]
 
@@ -241,63 +225,53 @@ class _Walkers:
             frontier = later
         return None
 
-    def _waits_of(self, node: _Node) -> list[tuple[_Node, Wait]]:
+    def _waits_of(self, node: _Node) -> Iterator[tuple[_Node, Wait]]:
         """What a held rank or a transfer waits for."""
         kind, number = node
-        if kind == "transfer":
-            # It is posted at one end at least; from there its other end is waited for.
-            return [
-                step
-                for end in (self._transfers.sent[number], self._transfers.received[number])
-                if self._is_posted(end)
-                for step in self._transfer_waits(number, end)
-            ]
-        entry = self._entries[number][self._positions[number]]
-        blockers = entry.holds if self._posted[number] else entry.needs
-        steps = []
-        for blocker in blockers:
-            if self._through[blocker]:
-                continue
-            index = (
-                self._transfers.sent[blocker].position if self._posted[number] else entry.position
-            )
-            here = TransferEnd(number, index)
-            unreached = self._unreached(blocker)
+        if kind == "rank":
+            yield from self._rank_waits(number)
+            return
+        # A transfer is posted at one end at least; from there its other end is waited for.
+        for end in self._ends.of(number):
+            if self._walk.has_issued(*end):
+                yield from self._transfer_waits(number, end)
+
+    def _rank_waits(self, rank: int) -> Iterator[tuple[_Node, Wait]]:
+        """What holds a rank: values that have not arrived, or the sends of its batch."""
+        for value, here in self._blockers(rank):
+            unreached = self._unreached(value)
             for end in unreached:
-                steps.append((("rank", end.rank), self._wait(here, end, WaitCause.REACH)))
+                yield ("rank", end.rank), self._wait(here, end, WaitCause.REACH)
             if not unreached:
-                end = self._transfers.end_on(blocker, number)
-                steps.append((("transfer", blocker), self._wait(here, end, WaitCause.ARRIVE)))
-        return steps
+                there = self._ends.on(value, rank)
+                yield ("transfer", value), self._wait(here, there, WaitCause.ARRIVE)
 
-    def _transfer_waits(self, number: int, end: TransferEnd) -> list[tuple[_Node, Wait]]:
+    def _blockers(self, rank: int) -> Iterator[tuple[int, TransferEnd]]:
+        """The transfers that hold a rank, and the actions that they hold."""
+        order, index = self._lists.orders[rank], self._walk.positions[rank]
+        for position in self._walk.batch(rank, index):
+            for part in order[position].parts:
+                if part.kind in SENDS:
+                    value = self._ends.values.moved(part)
+                else:
+                    value = self._ends.values.far(part)
+                if value is not None and not self._walk.available[self._ends.arrival(value)]:
+                    yield value, TransferEnd(rank, position)
+
+    def _transfer_waits(self, value: int, end: TransferEnd) -> Iterator[tuple[_Node, Wait]]:
         """What the posted end of a transfer waits for: its other end, and its queue."""
-        steps = [
-            (("rank", other.rank), self._wait(end, other, WaitCause.REACH))
-            for other in self._unreached(number)
-        ]
-        queue = self._queues[self._queue_name(end.rank, number)]
-        if number not in queue[0]:
-            for ahead in queue[0]:
-                before = self._transfers.end_on(ahead, end.rank)
-                wait = self._wait(end, before, WaitCause.QUEUE)
-                steps.append((("transfer", ahead), wait))
-        return steps
+        for other in self._unreached(value):
+            yield ("rank", other.rank), self._wait(end, other, WaitCause.REACH)
+        queue = self._walk.queue(end.rank, self._ends.transfers[value])
+        ahead = [transfer.value for transfer in queue[0]]
+        for before in () if value in ahead else ahead:
+            there = self._ends.on(before, end.rank)
+            yield ("transfer", before), self._wait(end, there, WaitCause.QUEUE)
 
-    def _unreached(self, number: int) -> list[TransferEnd]:
-        """The ends of a transfer that are not posted."""
-        ends = [self._transfers.sent[number]]
-        if self._transfers.explicit:
-            ends.append(self._transfers.received[number])
-        return [end for end in ends if not self._is_posted(end)]
-
-    def _is_posted(self, end: TransferEnd) -> bool:
-        """Whether a rank has come to an action and run it."""
-        position, entries = self._positions[end.rank], self._entries[end.rank]
-        if position >= len(entries) or end.position < entries[position].position:
-            return True
-        following = entries[position + 1].position if position + 1 < len(entries) else None
-        return self._posted[end.rank] and (following is None or end.position < following)
+    def _unreached(self, value: int) -> list[TransferEnd]:
+        """The ends of a transfer that are not posted; nobody posts a receive that is not listed."""
+        ends = self._ends.of(value) if self._lists.has_transfers else self._ends.of(value)[:1]
+        return [end for end in ends if not self._walk.has_issued(*end)]
 
     def _wait(self, here: TransferEnd, there: TransferEnd, cause: WaitCause) -> Wait:
         orders = self._lists.orders

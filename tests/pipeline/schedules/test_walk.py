@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from echelon.errors import ScheduleError
 from echelon.pipeline import Action, Channel, Kind, Schedule, check, lower, schedule, simulate
-from echelon.pipeline.schedules.dependencies import Values, walk
+from echelon.pipeline.schedules.dataflow import Values
+from echelon.pipeline.schedules.walk import walk
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -21,8 +22,7 @@ def random_schedule(seed: int) -> Schedule:
         for i in range(m):
             kinds = draw.choice([(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)])
             todo += [Action(kind=kind, microbatch=i, stage=stage) for kind in kinds]
-    empty = Schedule(name="random", num_stages=stages, num_microbatches=m, placement=(), orders=())
-    values, there = Values(empty), set()
+    values, there = Values(stages, m), set()
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     while todo:
         ready = [action for action in todo if there.issuperset(values.needed(action))]
@@ -58,7 +58,11 @@ def test_two_actions_that_change_places_either_run_or_are_named(seed) -> None:
     order[a], order[b] = order[b], order[a]
     swapped = Schedule.from_orders(orders, "swapped")
     # What the dependencies alone say, by brute force.
-    values, there, heads = Values(swapped), set(), [0] * len(orders)
+    values, there, heads = (
+        Values(swapped.num_stages, swapped.num_microbatches),
+        set(),
+        [0] * len(orders),
+    )
     moved = True
     while moved:
         moved = False
