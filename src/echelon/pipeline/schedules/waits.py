@@ -49,11 +49,9 @@ class WaitRule(StrEnum):
             WaitRule.RANK_QUEUE: "one queue for each rank",
         }[self]
 
-    @property
-    def channel(self) -> Channel:
-        """Which transfers wait for one another."""
-        queues = {WaitRule.PAIR_QUEUE: Channel.PAIR, WaitRule.RANK_QUEUE: Channel.RANK}
-        return queues.get(self, Channel.IDEAL)
+
+# Which transfers wait for one another; elsewhere none does.
+_CHANNELS = {WaitRule.PAIR_QUEUE: Channel.PAIR, WaitRule.RANK_QUEUE: Channel.RANK}
 
 
 class WaitCause(Enum):
@@ -135,7 +133,7 @@ def _walk(lists: ActionLists, rule: WaitRule) -> Walk:
         available=_Arrived.fromkeys(map(ends.arrival, ends.sent), 0),
         arrivals=values.count,
         transfer_of=transfer_of if lists.has_transfers else None,
-        channel=rule.channel,
+        channel=_CHANNELS.get(rule, Channel.IDEAL),
         batches=lists.batches,
     )
 

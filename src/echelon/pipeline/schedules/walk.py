@@ -34,11 +34,12 @@ class Channel(Enum):
     PAIR = "those between the same two ranks, in both directions"
     RANK = "all that a rank sends and receives"
 
-    def queue(self, rank: int, transfer: Transfer) -> tuple[int, object]:
-        """The name of the queue in which ``rank`` posts its end of a transfer."""
-        if self is Channel.IDEAL:
-            return rank, transfer
-        return rank, transfer.pair() if self is Channel.PAIR else None
+
+def _queue_name(channel: Channel, rank: int, transfer: Transfer) -> tuple[int, object]:
+    """The queue in which a rank posts its end of a transfer."""
+    if channel is Channel.IDEAL:
+        return rank, transfer
+    return rank, transfer.pair() if channel is Channel.PAIR else None
 
 
 # One step of a walk: the rank, the position in its list, the item there, and the transfer that a
@@ -172,7 +173,7 @@ class Walk:
 
     def queue(self, rank: int, transfer: Transfer) -> deque[list[Transfer]]:
         """What a rank has posted on the channel of a transfer, as batches."""
-        return self.queues.get(self.channel.queue(rank, transfer), _NO_QUEUE)
+        return self.queues.get(_queue_name(self.channel, rank, transfer), _NO_QUEUE)
 
     def batch(self, rank: int, index: int) -> range:
         """The positions of the sends and receives that are issued with the one at ``index``."""
@@ -203,7 +204,7 @@ class Walk:
             else:
                 yield rank, position, action, transfer
             fronts.append(transfer)
-            fresh.setdefault(self.channel.queue(rank, transfer), []).append(transfer)
+            fresh.setdefault(_queue_name(self.channel, rank, transfer), []).append(transfer)
         for name, members in fresh.items():
             self.queues.setdefault(name, deque()).append(members)
         self._issued[rank] = batch.stop
