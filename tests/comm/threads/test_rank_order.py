@@ -1,33 +1,25 @@
-"""What worlds ask of the order of their ranks, whatever it is."""
+"""What worlds ask of the order of their ranks."""
 
 from __future__ import annotations
 
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 
 import echelon as ec
-from echelon.comm.threads.rank_order import OneRank, RankOrder
-from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.turns import Turns
 
 
-def entered(order: RankOrder) -> AbstractContextManager[None]:
-    return order.of_rank(0) if isinstance(order, Turns) else nullcontext()
+def test_a_sleep_ends_when_its_time_is_up_and_when_another_thread_wakes_it() -> None:
+    order = Turns(1)
 
-
-@pytest.mark.parametrize("order", [OneRank(), Turns(1)], ids=["one rank", "turns"])
-def test_a_sleep_ends_when_its_time_is_up_and_when_another_thread_wakes_it(
-    order: RankOrder,
-) -> None:
     def wake() -> None:
         with order.lock:
             order.wake(0, [sleeper])
 
-    with entered(order):
+    with order.of_rank(0):
         sleeper = threading.get_ident()
         with order.lock:
             start_s = time.monotonic()
@@ -39,20 +31,7 @@ def test_a_sleep_ends_when_its_time_is_up_and_when_another_thread_wakes_it(
             order.resume(0)
         assert time.monotonic() - start_s < 10
         order.yield_turn(0)
-    if isinstance(order, Turns):
-        order.close()
-
-
-def test_a_rank_alone_has_the_clock_of_the_process_and_no_turn() -> None:
-    order = OneRank()
-    before = running_s()
-    first = order.clock(0)
-    order.advance_clock(0, before + 1000)
-    assert before <= first <= order.clock(0) < before + 500
-    assert not order.takes_turns
-    assert order.idle_s() == 0
-    assert not order.is_next(0)
-    assert order.not_running(0) is None
+    order.close()
 
 
 @pytest.mark.slow

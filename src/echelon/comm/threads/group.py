@@ -63,8 +63,9 @@ class _ThreadWork(Work):
         return self._world.is_complete(self._pending, self.call, self._limit_s)
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._pending.complete:
-            self._world.order.require_running(self.call)
+        order = self._world.order
+        if order.asking_thread is not None and not self._pending.complete:
+            order.require_running(self.call)
         self._world.wait(self._pending, self.call, timeout, self._limit_s)
 
 
@@ -98,8 +99,10 @@ class ThreadGroup(Group):
         self.has_tags = self._rules.has_tags
 
     def _note_call(self, call: CollectiveCall) -> None:
-        self._world.order.require_running(call)
-        require_of_rank(self._world.order, call)
+        order = self._world.order
+        if order.asking_thread is not None:
+            order.require_running(call)
+        require_of_rank(order, call)
         self._world.note(call)
 
     def _use_timeout(self, seconds: float) -> None:
@@ -208,7 +211,8 @@ class ThreadGroup(Group):
         world = self._world
         with world.lock:
             world.admit(call)
-            self._refuse_if_aborted(call)
+            if self._world.aborted:
+                self._refuse_if_aborted(call)
             key = (self.name, call.position)
             meeting = world.meetings.get(key)
             if meeting is None:
@@ -222,7 +226,7 @@ class ThreadGroup(Group):
             ready = rules.issued(meeting, call)
         if ready:
             world.carry_out(ready)
-        return _ThreadWork(call, world, meeting, self.timeout)
+        return _ThreadWork(call, world, meeting, self._timeout)
 
     def _carry_out(self, act: Act[Any], meeting: PendingCollective) -> None:
         """Do the work of all ranks."""

@@ -1,7 +1,7 @@
-"""In which order the ranks of a world run: what the world asks of it, and the order of one rank.
+"""In which order simulated ranks run: what their world asks of it.
 
-A world asks before a rank waits for others, and when its wait has ended. Simulated ranks run one at
-a time (``turns``). A rank that is alone in its process takes no turns.
+A world asks before a rank waits for others, and when its wait has ended. Ranks run one at a time
+(``turns``).
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import ClassVar, final
+from typing import final
 
-from echelon.comm.threads.process_state import wait_for
-from echelon.comm.threads.running_time import running_s
 from echelon.errors import StateError
 
 
@@ -25,14 +23,10 @@ class RankOrder(ABC):
         size: the number of ranks.
 
     Attributes:
-        takes_turns: whether ranks run one at a time; if not, ``resume`` and ``advance_clock`` do
-            nothing.
         lock: of the world.
         asking_thread: the thread whose debugger asks for a command, if one does.
         when_rank_runs: called by each rank on its thread before it goes on, with the lock.
     """
-
-    takes_turns: ClassVar[bool]
 
     def __init__(self, size: int) -> None:
         self.lock = threading.Lock()
@@ -101,46 +95,3 @@ class RankOrder(ABC):
 
 def do_nothing() -> None:
     """Unless a debugger has breakpoints."""
-
-
-@final
-class OneRank(RankOrder):
-    """A rank that is alone in its process always runs; its threads may wait for one another."""
-
-    takes_turns = False
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def sleep(self, rank: int, seconds: float) -> None:
-        """Return when the rank is woken, or after some seconds."""
-        wait_for(self._wakeups[rank], seconds)
-
-    def resume(self, rank: int, *, overtake: bool = False) -> None:
-        """Return at once."""
-
-    def wake(self, rank: int, threads: Iterable[int]) -> None:
-        """Wake all threads of the rank."""
-        self._wakeups[rank].notify_all()
-
-    def yield_turn(self, rank: int) -> None:
-        """Return at once: its threads run anyway."""
-
-    def clock(self, rank: int) -> float:
-        """The clock of the process."""
-        return running_s()
-
-    def advance_clock(self, rank: int, seconds: float) -> None:
-        """Change nothing: nobody has another clock."""
-
-    def idle_s(self) -> float:
-        """Nothing: the clock always runs."""
-        return 0.0
-
-    def is_next(self, rank: int) -> bool:
-        """Never."""
-        return False
-
-    def not_running(self, rank: int) -> str | None:
-        """None."""
-        return None

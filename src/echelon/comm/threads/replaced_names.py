@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import accumulate, chain, groupby
+from operator import call, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, final
 
@@ -94,13 +94,6 @@ def _attributes(
             yield holder, values, name, place.first, at_first
 
 
-def _getter(names: Sequence[str]) -> Callable[[Any], Iterable[Any]]:
-    """What gets the values of some names; all in one call takes half the time."""
-    if len(names) == 1:
-        return lambda values: (values[names[0]],)
-    return itemgetter(*names)
-
-
 @final
 class Names:
     """The attributes of some places, which are read and written together.
@@ -136,16 +129,27 @@ class Names:
         modules = [_imported(name, complete) for name in self._awaited]
         attributes = list(_attributes(self._places, complete, self._attributes))
         runs = [list(run) for _, run in groupby(attributes, lambda each: id(each[1]))]
-        gets = [(_getter([name for _, _, name, *_ in run]), run[0][1]) for run in runs]
-        self._modules, self._attributes, self._gets = modules, attributes, gets
+        self._modules, self._attributes = modules, attributes
+        # All names of a holder are read in one call of C. It gives tuples of two names or more, so
+        # a name that is the only one of its holder is read twice.
+        names = [[name for _, _, name, *_ in run] for run in runs]
+        self._gets = [itemgetter(*of_run, *of_run[: len(of_run) == 1]) for of_run in names]
+        self._namespaces = [run[0][1] for run in runs]
+        starts = accumulate((max(len(of_run), 2) for of_run in names), initial=0)
+        self._indices = [
+            start + i
+            for start, of_run in zip(starts, names, strict=False)
+            for i in range(len(of_run))
+        ]
 
     def read(self) -> Values:
         """The values; if none is made for a rank, the same tuple as long as nothing has changed."""
         if self._awaited and list(map(sys.modules.get, self._awaited)) != self._modules:
             self._look()
-        seen = [get(values) for get, values in self._gets]
+        seen = list(map(call, self._gets, self._namespaces))
         if seen != self._seen or not self._are_compared:
-            self._seen, self._latest = seen, tuple(chain.from_iterable(seen))
+            flat = list(chain.from_iterable(seen))
+            self._seen, self._latest = seen, tuple(map(flat.__getitem__, self._indices))
         return self._latest
 
     def write(self, values: Values) -> None:
@@ -163,7 +167,7 @@ class Names:
                 setattr(holder, name, value)
         self._latest = values
         if self._are_compared:
-            self._seen = [get(values) for get, values in self._gets]
+            self._seen = list(map(call, self._gets, self._namespaces))
 
     def first_values(self, values: Values) -> Values:
         """What a rank finds at first whose caller has these values."""

@@ -90,7 +90,7 @@ class ThreadWorld:
         counter = StepCounter(
             self.sightings[rank].note_step,
             clock=lambda: int(1e9 * self.order.clock(rank)),
-            takes_turns=self.order.takes_turns,
+            takes_turns=True,
         )
         peers = self._step_rows
         peers[rank] = counter.time.rows
@@ -157,8 +157,7 @@ class ThreadWorld:
     def join(self, pending: Pending, call: CollectiveCall) -> None:
         """Record that a rank has joined ``pending``; needs the lock."""
         pending.absent.discard(call.rank)
-        if self.order.takes_turns:
-            pending.came_s = max(pending.came_s, self.order.clock(call.rank))
+        pending.came_s = max(pending.came_s, self.order.clock(call.rank))
 
     def open_communicator(
         self,
@@ -248,9 +247,6 @@ class ThreadWorld:
         overtake = True  # take the turn in any case, because the world fails
         if self._threads[rank].note():
             self._with_workers.add(rank)
-        if pending.complete and not self.order.takes_turns:
-            pending.raise_error()
-            return
         with self.lock:
             try:
                 self._await(pending, call, timeout, limit_s)
@@ -301,7 +297,8 @@ class ThreadWorld:
         seconds = limit_s if timeout is None else timeout
         start_s, idle_s = order.clock(rank), order.idle_s()
         while not pending.complete:
-            self.raise_failure(call)
+            if self.failure is not None:
+                self.raise_failure(call)
             wait = self._waits[rank][thread] = RankWait(pending, call, timeout is not None)
             if self._is_stuck(rank, wait):
                 self._declare_deadlock(rank)
@@ -310,7 +307,8 @@ class ThreadWorld:
             waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
             if waited_s < seconds:
                 left_s = seconds - waited_s
-                order.sleep(rank, min(left_s, LOOK_S) if self._has_workers() else left_s)
+                has_workers = bool(self._with_workers) and self._has_workers()
+                order.sleep(rank, min(left_s, LOOK_S) if has_workers else left_s)
                 continue
             del self._waits[rank][thread]
             self._gave_up[rank] = pending
@@ -328,7 +326,8 @@ class ThreadWorld:
         self.order.resume(call.rank)
         if call.rank in self._finished and self.failure is None:
             raise StateError(f"{call} was issued after its world was closed")
-        self.raise_failure(call)
+        if self.failure is not None:
+            self.raise_failure(call)
 
     def raise_failure(self, call: CollectiveCall) -> None:
         """Raise if a rank has failed; needs the lock."""

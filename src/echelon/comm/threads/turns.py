@@ -73,8 +73,6 @@ _BUSY = 0.1  # the share of a core that a process uses at least if its rank does
 class Turns(RankOrder):
     """Ranks run one at a time, from one wait to the next."""
 
-    takes_turns = True
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._size = size
@@ -251,8 +249,11 @@ class Turns(RankOrder):
 
     def clock(self, rank: int) -> float:
         """See [Note: clocks]."""
-        since_s = self._since_s[rank]
-        return self._seconds[rank] + (0.0 if since_s is None else self._now_s() - since_s)
+        since_s, seconds = self._since_s[rank], self._seconds[rank]
+        if since_s is None:
+            return seconds
+        now_s = self._held_since_s if self._num_held else running_s()  # ``_now_s`` without its call
+        return seconds + (now_s - self._held_s) - since_s
 
     def advance_clock(self, rank: int, seconds: float) -> None:
         """Let the clock of the rank show at least ``seconds``."""
@@ -263,24 +264,27 @@ class Turns(RankOrder):
         since_s = self._idle_since_s
         return self._idle_s + (0.0 if since_s is None else self._now_s() - since_s)
 
-    def _note_idleness(self) -> None:
-        self._idle_s = self.idle_s()
+    def _note_idleness(self, now_s: float) -> None:
+        since_s = self._idle_since_s
+        if since_s is not None:
+            self._idle_s += now_s - since_s
         idle = self._holder is None and not self._num_running
-        self._idle_since_s = self._now_s() if idle else None
+        self._idle_since_s = now_s if idle else None
 
-    def _start_clock(self, rank: int) -> None:
+    def _start_clock(self, rank: int, now_s: float) -> None:
         if self._since_s[rank] is None:
-            self._since_s[rank] = self._now_s()
+            self._since_s[rank] = now_s
             self._num_running += 1
-            self._note_idleness()
+            self._note_idleness(now_s)
 
     def _stop_clock(self, rank: int) -> None:
         since_s = self._since_s[rank]
         if since_s is not None:
-            self._seconds[rank] += self._now_s() - since_s
+            now_s = self._now_s()
+            self._seconds[rank] += now_s - since_s
             self._since_s[rank] = None
             self._num_running -= 1
-            self._note_idleness()
+            self._note_idleness(now_s)
 
     # Turns -----------------------------------------------------------------------------------
 
@@ -302,11 +306,11 @@ class Turns(RankOrder):
         if not self._wanting:
             self._holder = None
             self._release_process()
-            self._note_idleness()
+            self._note_idleness(self._now_s())
             return
         self._holder = min(self._wanting, key=lambda other: (other - rank - 1) % self._size)
         self._wanting.discard(self._holder)
-        self._note_idleness()
+        self._note_idleness(self._now_s())
         if self._starter.lock.is_wanted():
             self._release_process()
         self._wakeups[self._holder].notify_all()
@@ -330,7 +334,7 @@ class Turns(RankOrder):
                 self._overtake(rank)
         self._running, self._turn_since_s = rank, self._now_s()
         self._overtaken.discard(rank)
-        self._start_clock(rank)
+        self._start_clock(rank, self._turn_since_s)
         if not self._closed:
             self._owners[rank].load()
         self.when_rank_runs()
