@@ -42,6 +42,7 @@ FOREIGN = {
     "DistributedSampler",
     "BatchNorm",
     "BatchNorm2d",
+    "DefaultContext",
     "Failed",
     "GraceTime",
     "KillWait",

@@ -109,16 +109,15 @@ class Reducer:
         self._ready_order: list[int] | None = None  # of gradients, in the first reduction
         self._is_rebuilt = not self._overlap  # whether the plan follows that order
         self._user_hooks = DeferredHooks(self._named)
-        params = [param for _, param in self._named]
-        self._counter = GradReadyCounter(params, self, self._user_hooks)
+        self._params = [param for _, param in self._named]
+        self._counter = GradReadyCounter(self._params, self, self._user_hooks)
         self._plans = self._plan_buckets(None)
 
     # Buckets ---------------------------------------------------------------------------------
 
     def _plan_buckets(self, order: Sequence[int] | None) -> tuple[BucketPlan, ...]:
         """Cut the parameters into buckets, and hook them."""
-        params = [param for _, param in self._named]
-        plans = plan_buckets(params, self._options, order)
+        plans = plan_buckets(self._params, self._options, order)
         if self._overlap or self._state.factor != 1:
             self._counter.register_hooks(plans, record=not self._is_rebuilt)
         return plans
@@ -174,7 +173,7 @@ class Reducer:
         self._user_hooks.defer(None if arrived is None else self._named[arrived][1])
         reduces = self._syncing and self._overlap
         if reduces and arrived is None:  # other ranks may have no backward of inputs only
-            reduces = not is_of_inputs_only([param for _, param in self._named])
+            reduces = not is_of_inputs_only(self._params)
         if reduces and torch.is_grad_enabled():
             self._state.check_graph()
         token = queue_end(self._finalize_backward if reduces else None)

@@ -58,6 +58,7 @@ class Backward:
     ) -> None:
         self._units, self._unsharder, self._reducer = units, unsharder, reducer
         self._storages = [storage for unit in units for storage in unit.storages]
+        self._trainable = [param for unit in units for param in unit.trainable]
         self.requires_gradient_sync = True
         self.forwards = [UnitForwards() for _ in units]
         self.hands_over = False
@@ -149,7 +150,7 @@ class Backward:
 
     def _is_of_inputs_only(self) -> bool:
         with DisableTorchFunctionSubclass():  # they may be parts
-            return is_of_inputs_only([p for unit in self._units for p in unit.trainable])
+            return is_of_inputs_only(self._trainable)
 
     def _may_reach(self, u: int) -> bool:
         """Whether the backward that runs may still need a unit that it has not unsharded."""
