@@ -82,7 +82,8 @@ def is_of_inputs_only(params: Sequence[Tensor]) -> bool:
     Such as ``torch.autograd.grad`` of the input of a model. An ordinary backward that comes to none
     of ``params`` is none. Asked in a hook.
     """
-    leaves = _leaves_below(torch._C._current_autograd_node())
+    node = torch._C._current_autograd_node()
+    leaves = iter(()) if node is None else _leaves_below(node)  # None in a callback at the end
     first = next(leaves, None)
     if first is None or _will_run_leaf(first[0]):
         return False  # an ordinary backward runs all leaves
