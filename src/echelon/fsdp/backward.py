@@ -143,8 +143,7 @@ class Backward:
             current = BackwardPass(token, reduces, len(self._units))
             self._pass = current
             for u in sorted({u for run in self._runs for u in run.opaque}):
-                self._open(current, u)
-                current.units[u].inside += 1  # no hook tells when backward leaves it
+                self._open_until_end(current, u)
                 self._unsharder.unshard(u, self._unsharder.order.backward)
         return current
 
@@ -219,6 +218,11 @@ class Backward:
                 shard.set_aside() for shard in self._units[u].gradient_shards
             ]
 
+    def _open_until_end(self, current: BackwardPass, u: int) -> None:
+        """Open a unit of which no hook tells when backward leaves it."""
+        self._open(current, u)
+        current.units[u].inside += 1
+
     def _expected(self, u: int) -> int:
         """The number of gradients that will come; parameters may be frozen after wrapping."""
         with DisableTorchFunctionSubclass():  # they may be parts, whose facts take a look-up
@@ -249,8 +253,7 @@ class Backward:
         current = self._pass
         if current is None or current.units[u].state in (UNREACHED, SKIPPED):
             current = self._begin()
-            self._open(current, u)
-            current.units[u].inside += 1  # no hook tells when backward leaves it
+            self._open_until_end(current, u)
 
     def _gradient_arrived(self, u: int, param: nn.Parameter) -> None:
         current = self._pass
@@ -283,8 +286,7 @@ class Backward:
                 "loss needs from the unit's forward, as tensors, or make no unit of that module"
             )
         gradient, param.grad = param.grad, None
-        self._open(current, u)
-        current.units[u].inside += 1  # no hook tells when backward leaves it
+        self._open_until_end(current, u)
         param.grad = gradient
 
     # Leave a unit ----------------------------------------------------------------------------
