@@ -7,6 +7,7 @@ gradient or none does. The optimizer sees ``shards``, and forward sees ``unshard
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -273,18 +274,20 @@ class Storage(ABC):
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """The sharded parameters that have other memory than their shards: name, object, shard."""
-        names = [member.name for member in self.members]
-        expected = [*zip(names, self.params, self.shards, strict=True)]
+        shown, kept = self.params, self.shards
         if self.is_flat:
             assert self.flat_shard is not None
-            expected.append(
-                (f"flat parameter of {self.label}", self.optimizer_params[0], self.flat_shard)
-            )
+            shown, kept = [*shown, self.optimizer_params[0]], [*kept, self.flat_shard]
         with torch._C.DisableTorchFunction():
+            now, expected = [*map(Tensor.data_ptr, shown)], [*map(Tensor.data_ptr, kept)]
+            if now == expected:  # nearly always, so this loop stays in C
+                return []
+            names = [*(member.name for member in self.members), f"flat parameter of {self.label}"]
+            moved = map(operator.ne, now, expected)
             return [
                 (name, param, shard)
-                for name, param, shard in expected
-                if param.data_ptr() != shard.data_ptr() and (shard.numel() or param.numel())
+                for has_moved, name, param, shard in zip(moved, names, shown, kept, strict=False)
+                if has_moved and (shard.numel() or param.numel())
             ]
 
     # One flat parameter ----------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from itertools import repeat
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, ne
 from typing import final
 
 import torch
@@ -22,9 +22,9 @@ from echelon.modules.memory_writes import KeepsMemory
 from echelon.modules.replica_check import sum_of_bits
 from echelon.modules.sharded_tensor import ShardedParameter
 
-# By parameter: its version counter and its address, one of which changes when somebody writes into
-# it or gives it other memory.
-ParameterVersions = Sequence[tuple[int, int]]
+# The version counters of parameters and their addresses, of which one changes when somebody writes
+# into a parameter or gives it other memory.
+ParameterVersions = tuple[Sequence[int], Sequence[int]]
 
 _version = attrgetter("_version")
 _no_modes = torch._C.DisableTorchFunction  # modes and subclasses would only cost time here
@@ -275,8 +275,7 @@ class Unit:
     def versions(self) -> ParameterVersions:
         """The versions of the parameters as they are shown now."""
         with _no_modes():
-            addresses = map(Tensor.data_ptr, self._params)
-            return [*zip(map(_version, self._params), addresses, strict=True)]
+            return [*map(_version, self._params)], [*map(Tensor.data_ptr, self._params)]
 
     def written_since(self, before: ParameterVersions) -> str | None:
         """The name of a parameter that was written since ``versions()`` returned ``before``."""
@@ -284,8 +283,8 @@ class Unit:
         if now == before:
             return None
         members = (member for storage in self.storages for member in storage.members)
-        pairs = zip(members, before, now, strict=True)
-        return next(member.name for member, old, new in pairs if old != new)
+        has_changed = map(ne, zip(*before, strict=True), zip(*now, strict=True))
+        return next(compress(members, has_changed)).name
 
     def check_unwritten(self, before: ParameterVersions) -> None:
         """Refuse a forward that wrote into a parameter; ``before`` has the versions before it."""
