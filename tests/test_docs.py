@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,10 @@ def names_of(tree: ast.AST) -> Iterator[str]:
             yield from node.value.split(".") if re.fullmatch(r"[\w.]+", node.value) else ()
 
 
-IDENTIFIERS = {name for path in python_files() for name in names_of(ast.parse(path.read_text()))}
+@cache
+def identifiers() -> set[str]:
+    """Each name in the code of the repository."""
+    return {name for path in python_files() for name in names_of(ast.parse(path.read_text()))}
 
 
 def names_defined(node: ast.ClassDef) -> set[str]:
@@ -107,22 +111,31 @@ def names_defined(node: ast.ClassDef) -> set[str]:
     }
 
 
-FILE_NAMES = {path.name for folder in (*CODE, "docs") for path in (ROOT / folder).rglob("*.*")} | {
-    path.name for path in ROOT.iterdir()
-}
-CLASSES = {
-    node.name: names_defined(node)
-    for path in SRC.rglob("*.py")
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.ClassDef)
-}
+@cache
+def classes() -> dict[str, set[str]]:
+    """Each class of the package, and what it defines itself."""
+    return {
+        node.name: names_defined(node)
+        for path in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+@cache
+def file_names() -> set[str]:
+    """The name of each file in the repository."""
+    paths = (path for folder in (*CODE, "docs") for path in (ROOT / folder).rglob("*.*"))
+    return {path.name for path in (*paths, *ROOT.iterdir())}
+
+
 ROOMS = {path.stem for path in SRC.iterdir() if not path.name.startswith("_")}
 
 
 def exists(page: Path, name: str) -> bool:
     """Whether ``name``, as a page writes it, is a file or folder of the repository."""
     if "/" not in name:
-        return name in FILE_NAMES or name in OTHERS_FILES
+        return name in file_names() or name in OTHERS_FILES
     return any((folder / name).exists() for folder in (ROOT, SRC, ROOT / "tests", page.parent))
 
 
@@ -178,7 +191,7 @@ def missing_names(text: str) -> list[str]:
     for word in sorted(
         {word for code in spans for word in re.findall(r"\b[A-Z]\w*[a-z]\w*", code)}
     ):
-        if word not in IDENTIFIERS | FOREIGN:
+        if word not in identifiers() | FOREIGN:
             sentences.append(f"no code has the name {word}")
     return sentences
 
@@ -213,9 +226,9 @@ def unknown_in_drawings(text: str) -> list[str]:
     sentences = []
     for line in blocks.splitlines():
         for name, method in re.findall(r"\b([A-Z][A-Za-z]*[a-z])(?:\.(\w+))?\b", line):
-            if method and method not in CLASSES.get(name, ()):
+            if method and method not in classes().get(name, ()):
                 sentences.append(f"{name}.{method} does not exist")
-            elif not method and re.search(r"[a-z][A-Z]", name) and name not in CLASSES:
+            elif not method and re.search(r"[a-z][A-Z]", name) and name not in classes():
                 sentences.append(f"there is no class {name}")
         for path, name in re.findall(r"(\w+/[\w/]+\.py) +([A-Za-z]\w+)", line):
             if name not in names_of(ast.parse((SRC / path).read_text())):

@@ -13,8 +13,6 @@ from torch.nn.functional import cross_entropy
 import echelon as ec
 from tests.laboratory.tasks import adamw
 
-transformers = pytest.importorskip("transformers")
-
 VOCABULARY = 37
 SHARDED: dict[str, Any] = {"fsdp": {"min_num_params": 0}}
 PIPED: dict[str, Any] = {"microbatches": 2}
@@ -43,11 +41,13 @@ SIZES = {
 
 
 def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**SIZES, num_hidden_layers=3)
     return transformers.LlamaForCausalLM(config)
 
 
 def mixtral() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         **SIZES,
         num_hidden_layers=2,
@@ -59,6 +59,7 @@ def mixtral() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=16,
@@ -76,6 +77,7 @@ def gpt2() -> nn.Module:
 
 
 def vit() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         hidden_size=16,
         num_hidden_layers=3,
@@ -91,6 +93,7 @@ def vit() -> nn.Module:
 
 
 def t5() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=16,

@@ -1,14 +1,18 @@
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mlflow", reason="the extra 'trackers' is not installed")
 
 from tests.observe.trackers.recorded_run import (
     RANKS,
     assert_same,
     recorded_in_child,
     values_in_metrics,
+)
+
+# Found, not imported: every worker collects this file, and the import takes a second.
+pytestmark = pytest.mark.skipif(
+    find_spec("mlflow") is None, reason="the extra 'trackers' is not installed"
 )
 
 # MLflow without a database keeps runs in files only if it is told to.

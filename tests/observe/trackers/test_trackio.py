@@ -1,14 +1,18 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("trackio", reason="the extra 'trackers' is not installed")
-
 from tests.children import environ
 from tests.observe.trackers.recorded_run import assert_same, recorded_in_child, values_in_metrics
+
+# Found, not imported: every worker collects this file, and the import takes a second.
+pytestmark = pytest.mark.skipif(
+    find_spec("trackio") is None, reason="the extra 'trackers' is not installed"
+)
 
 # Trackio reads TRACKIO_DIR when it is imported.
 READ = """

@@ -2,11 +2,10 @@ import json
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("wandb", reason="the extra 'trackers' is not installed")
 
 from tests.observe.trackers.recorded_run import (
     RANKS,
@@ -14,6 +13,11 @@ from tests.observe.trackers.recorded_run import (
     assert_same,
     recorded_in_child,
     values_in_metrics,
+)
+
+# Found, not imported: every worker collects this file, and the import takes a second.
+pytestmark = pytest.mark.skipif(
+    find_spec("wandb") is None, reason="the extra 'trackers' is not installed"
 )
 
 BLOCK = 32768
