@@ -261,6 +261,12 @@ def settle(case: Spec) -> Spec:
             for inner in walk(part):
                 if inner.get("how") == "ranks":
                     inner["how"] = "all"
+    if case["world"] == "gloo" and has(model, "again"):
+        # The same place: a module that is called again is not called in the order of the model's
+        # modules, so in the first step no rank may leave units out.
+        for part in walk(model):
+            if part.get("how") == "ranks":
+                part["how"] = "all"
     if has(model, "skips:ranks"):
         for step in steps:  # gradients of inputs that a rank has not used: nothing tells it
             if step.get("backward") == "inputs":

@@ -20,10 +20,10 @@ def test_steps_of_trainers_are_measured_in_turns(host: str, tmp_path: Path) -> N
     pytest.importorskip(host)
     import trainers
 
-    options = {"rounds": 2, "steps": 2, "layers": 1, "ranks": 2, "variant": None}
+    options = {"rounds": 1, "steps": 2, "layers": 1, "ranks": 2, "variant": None}
     result = test_benchmarks.written(trainers.main, tmp_path, host=trainers.Host(host), **options)
     (samples,) = result["tasks"]
-    assert {len(times) for times in samples["seconds"].values()} == {2}
+    assert {len(times) for times in samples["seconds"].values()} == {1}
     assert len({len(losses) for losses in result["settings"]["losses"].values()}) == 1
     assert len(result["bars"]) == 3
 
@@ -36,7 +36,7 @@ def test_steps_in_ray_are_measured_and_their_losses_agree(tmp_path: Path) -> Non
         sys.executable,
         str(test_benchmarks.FOLDER / "ray_train.py"),
         "--rounds",
-        "2",
+        "1",
         "--layers",
         "1",
     ]
@@ -51,6 +51,6 @@ def test_steps_in_ray_are_measured_and_their_losses_agree(tmp_path: Path) -> Non
     )
     assert result.returncode == 0, result.stderr[-5000:]
     records = json.loads(output.read_text())
-    assert {len(times) for times in records["tasks"][0]["seconds"].values()} == {2}
+    assert {len(times) for times in records["tasks"][0]["seconds"].values()} == {1}
     assert len(records["bars"]) == 3
     assert records["settings"]["default_backend"] == "gloo"

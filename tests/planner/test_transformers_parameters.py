@@ -153,6 +153,9 @@ PLANS = [
     ec.Plan(pp=2, microbatches=2),
     ec.Plan(pp=2, shard=2, microbatches=2),
 ]
+# The others differ in how often a parameter is kept, which no model has a part in.
+CUTTING = [ec.Plan(shard=3), ec.Plan(pp=2, shard=2, microbatches=2)]
+WITH_EVERY_PLAN = {"gpt2", "qwen2_moe"}
 
 
 def check(name: str, plan: ec.Plan) -> None:
@@ -173,8 +176,8 @@ def check(name: str, plan: ec.Plan) -> None:
 @pytest.mark.timeout(400)  # many plans of models whose import alone takes seconds
 @pytest.mark.filterwarnings("ignore")  # of the library, about its own configurations
 @pytest.mark.parametrize("name", MODELS)
-def test_every_rank_of_every_plan_keeps_what_the_wrappers_keep(name: str) -> None:
-    for plan in PLANS:
+def test_every_rank_of_a_plan_keeps_what_the_wrappers_keep(name: str) -> None:
+    for plan in PLANS if name in WITH_EVERY_PLAN else CUTTING:
         if plan.pp == 1 or name not in NOT_CUT:
             check(name, plan)
 
