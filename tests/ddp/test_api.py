@@ -244,6 +244,10 @@ def test_broadcasting_from_a_rank_that_is_not_there_is_refused(src):
             "module '0' makes sparse gradients",
         ),
         (lambda: nn.EmbeddingBag(3, 2, sparse=True), "module 'EmbeddingBag' makes sparse"),
+        (
+            lambda: nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True)),
+            "module '0' has scale_grad_by_freq=True",
+        ),
         (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on meta and the group is on cpu"),
         (lambda: nn.LazyLinear(2), "'weight' has no shape yet"),
         (lambda: "model", r"give a torch\.nn\.Module"),

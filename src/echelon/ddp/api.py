@@ -204,8 +204,23 @@ class DDP(ReplicatedModule):
 
     def reduce_in_backward_of(self, output: Any) -> None:
         """Reduce in a backward of ``output`` too, which begins before forward has returned."""
-        for tensor in (t for t in tensors(output) if t.grad_fn is not None):
-            tensor.register_hook(self._begin)
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._begin)
+            elif tensor.requires_grad:
+                self._reduce_in_next_backward_of(tensor)
+
+    def _reduce_in_next_backward_of(self, leaf: Tensor) -> None:
+        """The same of an input or a parameter that forward has returned as it is, once.
+
+        A hook on a leaf outlives the graph.
+        """
+
+        def begin(grad: Tensor) -> None:
+            handle.remove()
+            self._begin(grad)
+
+        handle = leaf.register_hook(begin)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

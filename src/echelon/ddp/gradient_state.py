@@ -29,12 +29,13 @@ class GradientState:
     Attributes:
         reduced: whether they hold reduced gradients.
         factor: what a reduced gradient is multiplied by to be the share of each rank.
+        has_shares: whether some of the local gradients have such shares in them.
     """
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], options: DDPOptions, size: int
     ) -> None:
-        self.reduced = False
+        self.reduced = self.has_shares = False
         self.factor = options.divisor(size) / size
         self._named, self._options = named, options
 
@@ -57,18 +58,13 @@ class GradientState:
                 "call zero_grad(set_to_none=True) before you write"
             )
 
-    def will_change(self) -> bool:
-        """Whether this backward adds to a ``.grad``; True also where the answer has no effect."""
-        if not self.reduced or self._options.reduction == "mean":
-            return True
-        return self._accumulates()
-
     def check_graph(self) -> None:
         """Refuse a ``backward`` that makes a graph of gradients: a reduction would cut it."""
-        if self._accumulates():
+        if self.accumulates():
             raise graph_is_lost()
 
-    def _accumulates(self) -> bool:
+    def accumulates(self) -> bool:
+        """Whether the backward that runs now adds to a ``.grad``."""
         return any(param.requires_grad and will_accumulate(param) for _, param in self._named)
 
     def make_local(
@@ -84,7 +80,7 @@ class GradientState:
         self.check_unmixed(buckets, arrived)
         if ranks_may_leave and self._options.reduction != "mean":
             self._check_shares(buckets)
-        self.reduced = False
+        self.reduced, self.has_shares = False, True
         if self.factor != 1:
             with torch.no_grad():
                 for bucket in buckets:

@@ -25,10 +25,13 @@ from torch import Tensor, nn
 
 from echelon import events
 from echelon.comm.group import Group
+from echelon.comm.streams import device_of
 from echelon.comm.work import Work
 from echelon.ddp.buckets import (
     BUFFERS_CHANGED,
+    HAS_SHARES,
     PARAMETERS_WRITTEN,
+    SET_ASIDE,
     TRAINABLE_CHANGED,
     Bucket,
     BucketPlan,
@@ -46,6 +49,8 @@ from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.parameters import LateAnswer, TrainableParameters
 from echelon.modules.wrapper import check_may_sync
 
+_SHARES = "gradients of earlier reductions"
+
 
 @final
 @dataclass(slots=True)
@@ -58,6 +63,7 @@ class BackwardRecord:
         num_contributors: the number of ranks that have a batch in it.
         works: the all-reduces of the buckets that were launched, in order.
         missing: for each of those buckets, the slots without a gradient on this rank.
+        has_shares: whether gradients of this rank have shares of earlier reductions in them.
         reduced_before: gradients of earlier reductions, to be added, by index of the parameter.
     """
 
@@ -66,6 +72,7 @@ class BackwardRecord:
     num_contributors: int = 0
     works: list[Work | None] = field(default_factory=list)
     missing: list[Sequence[int]] = field(default_factory=list)
+    has_shares: bool = False
     reduced_before: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -103,6 +110,8 @@ class Reducer:
         self._world_rank = group.ranks[group.rank]
         self._overlap = options.sync == "overlap"
         self._syncing = True
+        self._has_no_sync = False  # so far
+        self._reading_waits = device_of(group.device).reading_waits
         self._state = GradientState(self._named, options, group.size)
         self._backward: BackwardRecord | None = None
         self._trainable = TrainableParameters(self._named, group)
@@ -181,7 +190,7 @@ class Reducer:
             self._start(BackwardRecord(token, synced=True), arrived)
         else:
             self._backward = BackwardRecord(token, synced=False)
-            if arrived is not None or self._state.will_change():
+            if self._state.reduced and (arrived is not None or self._state.accumulates()):
                 self._make_local(arrived)
 
     def _start(self, backward: BackwardRecord, arrived: int | None) -> None:
@@ -203,6 +212,7 @@ class Reducer:
                 for bucket in self.buckets:
                     backward.reduced_before.update(bucket.detach_reduced(local))
             self._rebuild_buckets()
+        backward.has_shares, self._state.has_shares = self._state.has_shares, False
         self._state.reduced = False
         self._counter.expect([len(bucket.indices) for bucket in self.buckets])
         self._backward = backward
@@ -249,6 +259,8 @@ class Reducer:
         if bucket is self.buckets[-1]:
             bucket.notices[TRAINABLE_CHANGED] = self._trainable.changed()
             bucket.notices[PARAMETERS_WRITTEN] = self._replicas.take_written()
+            bucket.notices[HAS_SHARES] = backward.has_shares
+            bucket.notices[SET_ASIDE] = bool(backward.reduced_before)
         self._all_reduce_bucket(backward, missing)
 
     def _all_reduce_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
@@ -279,6 +291,7 @@ class Reducer:
             self._launch_remaining(backward)
             self._counter.expect_none()
             self.unused = self._wait(backward)
+            self._complete_shares(backward)
             if backward.reduced_before:
                 for bucket in self.buckets:
                     bucket.add_reduced(backward.reduced_before)
@@ -334,6 +347,30 @@ class Reducer:
             self._replicas.take_answer(notices[PARAMETERS_WRITTEN].view(1))
         return UnusedIndices(sorted(here), sorted(everywhere))
 
+    def _complete_shares(self, backward: BackwardRecord) -> None:
+        """Add what shares of an earlier reduction lack, where not all ranks have reduced theirs.
+
+        Where reading the notices waits for the device, ranks that never entered ``no_sync`` do not.
+        """
+        has_earlier = backward.has_shares or backward.reduced_before or self.rounds is not None
+        if not has_earlier or not self.buckets or (self._reading_waits and not self._has_no_sync):
+            return
+        notices = self.buckets[-1].notices
+        if not (notices[HAS_SHARES] and notices[SET_ASIDE]):
+            return
+        facts = backward.has_shares, sorted(backward.reduced_before)
+        ranks = self._group.all_gather_object(facts, label=_SHARES)
+        source = next(rank for rank, (_, indices) in enumerate(ranks) if indices)
+        indices = ranks[source][1]
+        num_summed = self._group.size if self._op == "mean" else backward.num_contributors
+        divisor = self._options.divisor(num_summed)
+        sent = sum(has_shares for has_shares, _ in ranks) * self._state.factor / divisor
+        for i in indices:
+            if i not in backward.reduced_before:
+                backward.reduced_before[i] = torch.empty_like(self._params[i])
+            self._group.broadcast(backward.reduced_before[i], source, label=_SHARES)
+            backward.reduced_before[i].mul_(1 - sent)
+
     @property
     def buffers_changed(self) -> bool:
         """Whether buffers of a rank have changed since this was last set to False.
@@ -354,7 +391,7 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """While the body runs, a backward accumulates local gradients and does not communicate."""
-        before, self._syncing = self._syncing, False
+        before, self._syncing, self._has_no_sync = self._syncing, False, True
         try:
             yield
         finally:
@@ -394,8 +431,9 @@ class Reducer:
         for _ in self.buckets:
             self._all_reduce_bucket(backward, ())
         self._wait(backward)
+        self._complete_shares(backward)
         self._trainable.compare(at_once=False, has_batch=False)
-        self._state.reduced = False
+        self._state.reduced = self._state.has_shares = False
         # This order is never used: the order is broadcast from a rank that has batches.
         self._ready_order = self._ready_order or list(range(len(self._named)))
 

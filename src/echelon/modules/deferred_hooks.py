@@ -132,6 +132,30 @@ class DeferredHooks:
                     hooks[key] = hook.hook
 
 
+@final
+class StepHooks:
+    """The hooks of users on gradients to which one step adds several times, called at its end.
+
+    Parameters that nobody has hooked cost a look at one attribute in a step.
+    """
+
+    def __init__(self) -> None:
+        self._deferred = DeferredHooks(())
+        self._hooked: list[nn.Parameter] = []
+
+    def begin(self, params: Iterable[nn.Parameter]) -> None:
+        """Let the hooks on ``params`` wait; a step that adds to their gradients begins."""
+        hooked = [param for param in params if param._post_accumulate_grad_hooks]
+        if len(hooked) != len(self._hooked):
+            self._deferred = DeferredHooks(("", param) for param in hooked)
+        self._hooked = hooked
+        self._deferred.defer()
+
+    def end(self) -> None:
+        """Call the hooks of parameters that have a gradient: it is complete."""
+        self._deferred.run(param for param in self._hooked if param.grad is not None)
+
+
 def _hooks_of(param: nn.Parameter) -> dict[int, Any]:
     """The dict of hooks that autograd and handles use, which stays the same object."""
     if param._post_accumulate_grad_hooks is None:

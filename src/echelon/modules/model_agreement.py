@@ -100,6 +100,12 @@ def _check_modules(module: nn.Module, size: int, left_alone: Collection[int]) ->
             )
         if size > 1 and getattr(submodule, "max_norm", None) is not None:
             _check_max_norm(name, submodule, left_alone)
+        if size > 1 and getattr(submodule, "scale_grad_by_freq", False):
+            raise UnsupportedError(
+                f"module {name or type(submodule).__name__!r} has scale_grad_by_freq=True, which "
+                "divides by how often a row is in this rank's part of the batch, not in all of it: "
+                "build it without"
+            )
 
 
 def _check_max_norm(name: str, module: nn.Module, left_alone: Collection[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, final
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from echelon.checks import flag
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, CommError, EchelonError, StateError
 from echelon.launch.run import entered
+from echelon.modules.deferred_hooks import StepHooks
 from echelon.modules.sharded_norms import mark_stage_gradients
 from echelon.page import View, html_of, view_of
 from echelon.pipeline.arguments import (
@@ -160,6 +161,7 @@ class Pipeline(StagedModule):
         lowered = self._lower(schedule)
         check_agreement(lowered, group)
         self._schedule, self._loss_fn = schedule, loss_fn
+        self._step_hooks = StepHooks()
         self._results_everywhere = results_everywhere
         kinds = StepKinds(modules.values(), agrees=not group.has_tags)
         self._batches = BatchSplitter(group, schedule, loss_reduction, specs, kinds)
@@ -238,6 +240,7 @@ class Pipeline(StagedModule):
         batch = self._batches.batch(args, kwargs, target, weights, loss_fn, training=True)
         for shared in self._shared_parameters:
             shared.begin()
+        self._step_hooks.begin(self._plain_params())
         try:
             self._run(self._train_executor, batch, finalize=finalize)
         except BaseException:
@@ -248,7 +251,17 @@ class Pipeline(StagedModule):
             shared.reduce()
         if self._group.size > 1:
             mark_stage_gradients(self._local_params())
+        if finalize:
+            self._step_hooks.end()
         return loss_of(batch, self._last, everywhere=everywhere, call="step")
+
+    def _plain_params(self) -> Iterable[nn.Parameter]:
+        """Parameters of stages that no wrapper reduces, which would let hooks of users wait."""
+        stages = self._stages.values()
+        if all(stage.data_parallel.is_local for stage in stages):
+            return self._local_params()
+        local = (stage.module for stage in stages if stage.data_parallel.is_local)
+        return (param for module in local for param in module.parameters())
 
     def eval_step(
         self, *args: Any, target: Any = None, loss_everywhere: bool | None = None, **kwargs: Any
