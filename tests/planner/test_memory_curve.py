@@ -6,8 +6,7 @@ import pytest
 
 from echelon.planner.layout import Layout, ShardedStates
 from echelon.planner.layout_space import SearchLimits
-from echelon.planner.memory_curve import MemoryMoment, memory_curve
-from echelon.planner.plan_timeline import simulated
+from echelon.planner.plan_timeline import MemoryMoment, memory_curve, simulated
 from echelon.planner.ranked_plans import Plans
 from echelon.planner.refusal import peak_moment
 from tests.planner.sizes import MODEL, STACK, cluster

@@ -18,7 +18,6 @@ from echelon.planner.plan_options import plan_of
 from echelon.planner.plan_search import fastest, search, usable_bytes
 from echelon.planner.simulated_step import simulated_time
 from echelon.planner.software_stack import SoftwareStack, rates_of
-from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import StepTime
 from echelon.planner.transformer import Transformer
@@ -47,7 +46,7 @@ def exhaustive(
     ]
     timed = [
         (layout, simulated_time(timer, layout, timer.step_time(layout)))
-        if layout.schedule_name in WITHOUT_CLOSED_FORM
+        if not layout.has_closed_form
         else (layout, timer.step_time(layout))
         for layout in fitting
     ]

@@ -11,9 +11,9 @@ from typing import NamedTuple, final
 from echelon.checks import integer, mapping, one_of, positive
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
-from echelon.planner.layout import CHUNKS, HostStates, Layout, Recompute, ShardedStates
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.operations import PlannedModel
-from echelon.planner.stage_schedule import schedule_choices
+from echelon.planner.stage_schedule import SCHEDULES, schedule_choices
 
 _AXES = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks", "microbatch")
 _MOST_MICROBATCH = 64
@@ -53,7 +53,7 @@ class SearchLimits:
         mapping("fixed", self.fixed)
         for name, value in self.fixed.items():
             if name == "schedule":
-                one_of("schedule", value, list(CHUNKS))
+                one_of("schedule", value, list(SCHEDULES))
             elif name == "offload":
                 one_of("offload", value, [choice.value for choice in HostStates])
             elif name not in _AXES:

@@ -22,8 +22,7 @@ from echelon.page import (
 )
 from echelon.pipeline.schedules.render import COLOURS, to_svg
 from echelon.pipeline.schedules.simulate import Simulation
-from echelon.planner.memory_curve import memory_curve
-from echelon.planner.plan_timeline import drawn_microbatches, simulated
+from echelon.planner.plan_timeline import drawn_microbatches, memory_curve, simulated
 from echelon.planner.plan_views import count_text, plan_facts, plan_table, refused_table
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.ranked_plans import Plans

@@ -11,7 +11,7 @@ from typing import final
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import MOST_DEVICES, Cluster
 from echelon.planner.device import MOST_BYTES, Device
-from echelon.planner.layout import CHUNKS, HostStates, Layout
+from echelon.planner.layout import HostStates, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families, host_bytes
 from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
@@ -19,7 +19,7 @@ from echelon.planner.operations import PlannedModel
 from echelon.planner.refusal import RefusedPlan
 from echelon.planner.simulated_step import simulated_steps, simulated_time
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
+from echelon.planner.stage_schedule import SCHEDULES
 from echelon.planner.step_memory import StepMemory, step_memory
 from echelon.planner.step_time import ROUNDING, StepTime
 
@@ -172,7 +172,7 @@ def fastest(
                     continue
                 layout = family.layout(schedule, shard)
                 time = timer.step_time(layout)
-                if layout.schedule_name not in WITHOUT_CLOSED_FORM:
+                if layout.has_closed_form:
                     best.add(layout, time)
                 elif time.total * (1 - ROUNDING) <= best.slowest:
                     bounded.append((time.total * (1 - ROUNDING), len(bounded), layout, time))
@@ -243,7 +243,7 @@ def _order(timed: tuple[Layout, StepTime]) -> tuple[float, ...]:
     simpler = (
         offloads,
         layout.sharded.value,
-        list(CHUNKS).index(layout.schedule_name),
+        list(SCHEDULES).index(layout.schedule_name),
         layout.microbatch,
     )
     return (time.total, sum(degree > 1 for degree in degrees), *map(float, degrees + simpler))

@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import ArgumentError
-from echelon.planner.layout import Layout
 
-# Schedules that split a backward are taken with at least so many microbatches for each rank: with
-# fewer, the closed forms are not those of the action lists.
-_ROUNDS = {"zb-h2": 2, "zb-v": 2, "dualpipe-v": 2, "v-half": 2}
-# Their bubble is known from a simulation only.
-WITHOUT_CLOSED_FORM = ("dualpipe-v", "v-half", "v-min")
-_SPLIT = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2, "v-half": 2, "v-min": 2}
+if TYPE_CHECKING:
+    from echelon.planner.layout import Layout
+
+_SEARCHED_CHUNKS = (1, 2, 4)
+
+
+class ScheduleCost(NamedTuple):
+    """What the planner knows of a schedule before its actions are made.
+
+    Attributes:
+        chunks: how many stages a rank can have.
+        under_way: most activations of one microbatch in one stage that a rank keeps at the same
+            time, of many microbatches, by ``pp``, the chunks and the rank.
+        bubble: seconds that a rank waits for each other stage, by those of a forward, of the
+            gradients of inputs and of those of weights, and the chunks; None: a simulation says it.
+        rounds: the search takes it with at least so many microbatches for each rank: with fewer,
+            the closed forms are not those of the action lists.
+        is_v: whether the last stage is on the rank of the first one.
+        waits: whether ranks wait for each other in each round of microbatches, and not only at the
+            begin and the end of a step.
+        is_named: whether a layout names it; it follows from the chunks otherwise.
+    """
+
+    chunks: tuple[int, ...]
+    under_way: Callable[[int, int, int], int]
+    bubble: Callable[[float, float, float, int], float] | None = None
+    rounds: int = 1
+    is_v: bool = False
+    waits: bool = False
+    is_named: bool = True
+
+
+def _all_parts(forward: float, inputs: float, weights: float, chunks: int) -> float:
+    """Narayanan et al., arXiv 2104.04473, section 2.2."""
+    return (forward + inputs + weights) / chunks
+
+
+# The schedules that a search looks at, the simplest first. The zero-bubble schedules fill the
+# bubble with gradients of weights (Qi et al., arXiv 2401.10241, table 2, where each rank ends
+# alone; here the last one counts). With several stages for a rank the first rank keeps p - 1 more
+# (Korthikanti et al., arXiv 2205.05198, section 4.2.3). With 3n - 1 ranks, the first one of V-Min
+# gets gradients before it needs all its room.
+SCHEDULES = {
+    "1f1b": ScheduleCost((1,), lambda pp, chunks, rank: pp - rank, _all_parts, is_named=False),
+    "interleaved": ScheduleCost(
+        (2, 3, 4, 5, 6, 8), lambda pp, chunks, rank: pp * chunks + pp - 1 - 2 * rank, _all_parts,
+        waits=True, is_named=False,
+    ),
+    "zb-h1": ScheduleCost(
+        (1,), lambda pp, chunks, rank: pp, lambda f, i, w, chunks: f + max(0.0, i - w)
+    ),
+    "zb-h2": ScheduleCost(
+        (1,), lambda pp, chunks, rank: 2 * pp - 1, lambda f, i, w, chunks: f + max(0.0, i - 2 * w),
+        rounds=2,
+    ),
+    "zb-v": ScheduleCost(
+        (2,), lambda pp, chunks, rank: 2 * pp, lambda f, i, w, chunks: max(f / 2, i / 2, i - w),
+        rounds=2, is_v=True,
+    ),
+    "dualpipe-v": ScheduleCost(
+        (2,), lambda pp, chunks, rank: 2 * pp + 1, rounds=2, is_v=True, waits=True
+    ),
+    "v-half": ScheduleCost(
+        (2,), lambda pp, chunks, rank: 2 * ((pp + 2) // 2), rounds=2, is_v=True, waits=True
+    ),
+    "v-min": ScheduleCost(
+        (2,), lambda pp, chunks, rank: 2 * ((pp + 4) // 3) - (rank == 0 and pp % 3 == 2),
+        is_v=True, waits=True,
+    ),
+}  # fmt: skip
 
 
 def schedule_choices(pp: int, layers: int, microbatches: int) -> list[tuple[str | None, int]]:
@@ -25,13 +89,12 @@ def schedule_choices(pp: int, layers: int, microbatches: int) -> list[tuple[str 
     """
     if pp == 1:
         return [(None, 1)]
-    if microbatches < pp:
-        return []
-    choices: list[tuple[str | None, int]] = [(None, v) for v in (1, 2, 4) if layers >= pp * v]
-    for name, chunks in _SPLIT.items():
-        if layers >= pp * chunks and microbatches >= _ROUNDS.get(name, 1) * pp:
-            choices.append((name, chunks))
-    return choices
+    return [
+        (name if cost.is_named else None, chunks)
+        for name, cost in SCHEDULES.items()
+        for chunks in cost.chunks
+        if chunks in _SEARCHED_CHUNKS and layers >= pp * chunks and microbatches >= cost.rounds * pp
+    ]
 
 
 def bubble_of_a_stage(layout: Layout, forward: float, inputs: float, weights: float) -> float:
@@ -43,28 +106,17 @@ def bubble_of_a_stage(layout: Layout, forward: float, inputs: float, weights: fl
         inputs: seconds of the gradients of its inputs.
         weights: seconds of the gradients of its weights.
 
-    Returns:
-        1F1B: all three (Narayanan et al., arXiv 2104.04473, section 2.2), interleaved: so much
-        divided by the chunks; the zero-bubble schedules fill it with gradients of weights (Qi et
-        al., arXiv 2401.10241, table 2, where each rank ends alone; here the last one counts).
-
     Example:
+        >>> from echelon.planner.layout import Layout
         >>> bubble_of_a_stage(Layout(pp=4, microbatches=8), 1.0, 1.0, 1.0)
         3.0
         >>> bubble_of_a_stage(Layout(pp=4, microbatches=8, schedule="zb-h1"), 1.0, 1.0, 1.0)
         1.0
     """
-    match layout.schedule_name:
-        case "zb-h1":
-            return forward + max(0.0, inputs - weights)
-        case "zb-h2":
-            return forward + max(0.0, inputs - 2 * weights)
-        case "zb-v":
-            return max(forward / 2, inputs / 2, inputs - weights)
-        case name if name in WITHOUT_CLOSED_FORM:
-            raise ArgumentError(f"schedule {name!r} has no closed form: simulate it")
-        case _:
-            return (forward + inputs + weights) / layout.chunks
+    bubble = layout.schedule_cost.bubble
+    if bubble is None:
+        raise ArgumentError(f"schedule {layout.schedule_name!r} has no closed form: simulate it")
+    return bubble(forward, inputs, weights, layout.chunks)
 
 
 def least_bubble(
@@ -81,6 +133,7 @@ def least_bubble(
         busy: seconds of all microbatches on each rank.
 
     Example:
+        >>> from echelon.planner.layout import Layout
         >>> layout = Layout(pp=2, chunks=2, microbatches=4, schedule="v-half")
         >>> least_bubble(layout, dict.fromkeys("FIW", [1.0] * 4), [24.0] * 2)
         1.0
@@ -99,30 +152,13 @@ def least_bubble(
 def microbatches_under_way(layout: Layout, rank: int) -> int:
     """Most activations of one microbatch in one stage that a rank keeps at the same time.
 
-    As ``echelon.pipeline.schedules.simulate`` counts them on the action lists. With ``chunks``
-    stages for a rank the first rank keeps p - 1 more (Korthikanti et al., arXiv 2205.05198, section
-    4.2.3).
+    As ``echelon.pipeline.schedules.simulate`` counts them on the action lists.
 
     Example:
+        >>> from echelon.planner.layout import Layout
         >>> layout = Layout(pp=4, microbatches=8)
         >>> [microbatches_under_way(layout, rank) for rank in range(4)]
         [4, 3, 2, 1]
     """
-    pp, chunks = layout.pp, layout.chunks
-    match layout.schedule_name:
-        case "zb-h1" | "zb-v":
-            most = pp * chunks
-        case "dualpipe-v":
-            most = 2 * pp + 1
-        case "v-half":
-            most = 2 * ((pp + 2) // 2)
-        case "v-min":
-            # With 3n - 1 ranks, the first one gets gradients before it needs all its room.
-            most = 2 * ((pp + 4) // 3) - (rank == 0 and pp % 3 == 2)
-        case "zb-h2":
-            most = 2 * pp - 1
-        case "interleaved":
-            most = pp * chunks + pp - 1 - 2 * rank
-        case _:
-            most = pp - rank
-    return min(layout.microbatches * chunks, most)
+    most = layout.schedule_cost.under_way(layout.pp, layout.chunks, rank)
+    return min(layout.microbatches * layout.chunks, most)

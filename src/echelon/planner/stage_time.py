@@ -117,7 +117,7 @@ def blocks_of_ranks(layers: int, layout: Layout) -> list[int]:
         >>> blocks_of_ranks(9, Layout(pp=3, chunks=2, microbatches=6, schedule="zb-v"))
         [3, 3, 3]
     """
-    if layout.is_v:
+    if layout.schedule_cost.is_v:
         stages = blocks_of_stages(layers, 2 * layout.pp)
         return [stages[rank] + stages[-1 - rank] for rank in range(layout.pp)]
     return blocks_of_stages(layers, layout.pp)
@@ -180,10 +180,7 @@ def waiting_of_block(
     longer one counts, and part of the shorter one, because they share memory and processors. A
     shard that the host keeps is copied before its gather, and its gradient after its reduction.
     """
-    if layout.shard == 1 or layout.sharded not in (
-        ShardedStates.PARAMETERS,
-        ShardedStates.GRADIENTS,
-    ):
+    if not layout.shards_gradients:
         return 0.0
     forward, backward = block.forward.total, block.backward.total
     elements = model.block_parameters / layout.tp

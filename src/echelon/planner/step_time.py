@@ -15,11 +15,7 @@ from echelon.planner.host_memory import HostMemory
 from echelon.planner.layout import HostStates, Layout, ShardedStates
 from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import (
-    WITHOUT_CLOSED_FORM,
-    bubble_of_a_stage,
-    least_bubble,
-)
+from echelon.planner.stage_schedule import bubble_of_a_stage, least_bubble
 from echelon.planner.stage_time import (
     BlockTime,
     blocks_of_ranks,
@@ -105,11 +101,10 @@ def step_time(
     block = table.block(layout, rings)
     counts = blocks_of_ranks(model.layers, layout) if blocks is None else list(blocks)
     hop = layout.chunks * exposed_message(model, layout, cluster, stack, rings)
-    head_rank = 0 if layout.is_v else layout.pp - 1
-    stages = stage_seconds(counts, block.total, head.total, hop, head_rank)
+    stages = stage_seconds(counts, block.total, head.total, hop, layout.head_rank)
     slowest = max(range(layout.pp), key=stages.__getitem__)
     bubble = _bubble(model, layout, block, stages, head=head.total, hop=hop)
-    compute = _compute(block, head, counts[slowest], has_head=slowest == head_rank)
+    compute = _compute(block, head, counts[slowest], has_head=slowest == layout.head_rank)
     compute = compute.times(layout.microbatches)
     exchange = layout.microbatches * counts[slowest] * block.exchanged
     edges = _edges(model, layout, cluster, stack, rings)
@@ -156,7 +151,7 @@ def _bubble(
     hop: float,
 ) -> float:
     """By the closed form of the schedule, or the least that it can be."""
-    if layout.schedule_name not in WITHOUT_CLOSED_FORM:
+    if layout.has_closed_form:
         return (sum(stages) - max(stages)) * bubble_part(layout, block)
     costs = costs_of_stages(model.layers, layout, block, head, hop / layout.chunks)
     return least_bubble(layout, costs, [layout.microbatches * stage for stage in stages])
@@ -203,10 +198,7 @@ def _edges(
 ) -> float:
     """Gathers and reductions of embedding and head, and those of the first block: nothing is
     computed meanwhile."""
-    if layout.shard == 1 or layout.sharded not in (
-        ShardedStates.PARAMETERS,
-        ShardedStates.GRADIENTS,
-    ):
+    if not layout.shards_gradients:
         return 0.0
     edge = (model.embedding_parameters + model.head_parameters) / layout.tp / layout.pp
     block = model.block_parameters / layout.tp
@@ -227,7 +219,7 @@ def _reduce(
     backward: float,
 ) -> float:
     """Waiting for the reduction of gradients that no backward hides; 0 where shards are reduced."""
-    if layout.shard > 1 and layout.sharded in (ShardedStates.PARAMETERS, ShardedStates.GRADIENTS):
+    if layout.shards_gradients:
         return 0.0
     elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
     nbytes = stack.gradient_bytes * elements

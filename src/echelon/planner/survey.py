@@ -17,7 +17,6 @@ from echelon.planner.plan_search import PlannedLayout
 from echelon.planner.refusal import RefusedPlan
 from echelon.planner.simulated_step import simulated_steps, simulated_time
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
 from echelon.planner.step_memory import step_memory
 
 
@@ -148,7 +147,7 @@ def _add_timed(front: Front, timer: LayoutTimer, sized: _Sized) -> None:
     """Add a layout; one whose schedule has no closed form is simulated, if its bound is no worse
     than the front."""
     time = timer.step_time(sized.layout)
-    if sized.layout.schedule_name in WITHOUT_CLOSED_FORM:
+    if not sized.layout.has_closed_form:
         if front.is_beaten(time.total, sized.peak):
             return
         time = simulated_time(timer, sized.layout, time)
