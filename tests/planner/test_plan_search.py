@@ -11,7 +11,6 @@ from echelon.planner.cluster import Cluster
 from echelon.planner.device import Device
 from echelon.planner.layout import HostStates, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
-from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.model_file import read_transformer
 from echelon.planner.plan_options import plan_of
@@ -19,7 +18,7 @@ from echelon.planner.plan_search import fastest, search, usable_bytes
 from echelon.planner.simulated_step import simulated_time
 from echelon.planner.software_stack import SoftwareStack, rates_of
 from echelon.planner.step_memory import step_memory
-from echelon.planner.step_time import StepTime
+from echelon.planner.step_time import LayoutTimer, StepTime
 from echelon.planner.transformer import Transformer
 from tests.planner.sizes import DEVICE, HOST, MODEL, RATES, STACK, cluster
 

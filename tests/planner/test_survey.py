@@ -4,10 +4,10 @@ import pytest
 
 from echelon.planner.layout import Layout
 from echelon.planner.layout_space import SearchLimits, layouts
-from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.plan_search import PlannedLayout
 from echelon.planner.simulated_step import simulated_time
 from echelon.planner.step_memory import step_memory
+from echelon.planner.step_time import LayoutTimer
 from echelon.planner.survey import Front, Survey, pareto_of, survey
 from tests.planner.sizes import MODEL, STACK, cluster
 

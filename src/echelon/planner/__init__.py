@@ -12,13 +12,11 @@ In reading order::
     operations       what one block computes and moves for one microbatch
     compute_time     how long a device takes for that
     collective_time  how long collectives take inside of and between hosts
-    stage_time       how long one microbatch takes in each stage of a pipeline
-    cost_table       times that many layouts share, each computed once
-    step_time        the time of a step as a sum of named terms
+    stage_time       how long one microbatch takes in each stage of a pipeline, by that of a block
+    step_time        the time of a step as a sum of named terms, and a lower bound
     step_memory      what a rank keeps at the peak of a step, by category
     layout_space     all layouts of a cluster, in families that compute the same
     memory_table     the peaks of a family
-    layout_timer     the times of layouts, and a lower bound of a family
     simulated_step   the time of a step with the pipeline simulated on its action lists
     plan_search      the layouts that fit, and the fastest
     plan_options     a layout as the options of an ec.Plan

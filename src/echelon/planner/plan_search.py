@@ -13,7 +13,6 @@ from echelon.planner.cluster import MOST_DEVICES, Cluster
 from echelon.planner.device import MOST_BYTES, Device
 from echelon.planner.layout import HostStates, Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families, host_bytes
-from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.operations import PlannedModel
 from echelon.planner.refusal import RefusedPlan
@@ -21,7 +20,7 @@ from echelon.planner.simulated_step import simulated_steps, simulated_time
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.stage_schedule import SCHEDULES
 from echelon.planner.step_memory import StepMemory, step_memory
-from echelon.planner.step_time import ROUNDING, StepTime
+from echelon.planner.step_time import ROUNDING, LayoutTimer, StepTime
 
 # What an allocator keeps besides what is allocated, and what the context of a device takes.
 RESERVED = 0.08

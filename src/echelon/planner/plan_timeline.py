@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from echelon.pipeline.schedules.dataflow import KEPT
 from echelon.pipeline.schedules.simulate import Simulation, simulate
-from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.priced_plan import PricedPlan
-from echelon.planner.simulated_step import actions_of, stage_costs
+from echelon.planner.simulated_step import actions_of
+from echelon.planner.step_time import LayoutTimer
 
 _MOST_STEPS = 6000  # more are no picture
 
@@ -26,7 +26,7 @@ def simulated(plan: PricedPlan, microbatches: int | None = None) -> Simulation:
     Args:
         microbatches: of the step; None: those of the plan.
     """
-    costs = stage_costs(LayoutTimer(plan.model, plan.cluster, plan.stack), plan.layout)
+    costs = LayoutTimer(plan.model, plan.cluster, plan.stack).stage_costs(plan.layout)
     return simulate(actions_of(plan.layout, microbatches), costs)
 
 

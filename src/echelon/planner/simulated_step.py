@@ -12,9 +12,7 @@ from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 from echelon.pipeline.schedules.walk import walk
 from echelon.planner.layout import Layout
-from echelon.planner.layout_timer import LayoutTimer
-from echelon.planner.stage_time import costs_of_stages
-from echelon.planner.step_time import StepTime, drift_of, exposed_message
+from echelon.planner.step_time import LayoutTimer, StepTime
 
 _NOTHING = -1  # the place of what an action waits for, if it waits for nothing
 _KINDS = {FORWARD: 0, INPUT: 1, WEIGHT: 2, BACKWARD: 3}  # as bubble has their costs
@@ -35,7 +33,7 @@ def simulated_time(timer: LayoutTimer, layout: Layout, time: StepTime) -> StepTi
     """The time of one layout, as ``simulated_steps``."""
     if layout.pp == 1:
         return time
-    costs = stage_costs(timer, layout)
+    costs = timer.stage_costs(layout)
     key = (layout.schedule_name, layout.microbatches, *map(tuple, costs.values()))
     if key not in timer.bubbles:
         timer.bubbles[key] = simulated_bubble(layout, costs)
@@ -137,13 +135,5 @@ class ActionOrder:
 
 
 def _with_bubble(timer: LayoutTimer, layout: Layout, time: StepTime, bubble: float) -> StepTime:
-    drift = drift_of(layout, timer.cluster, timer.stack)
+    drift = timer.drift(layout)
     return replace(time, bubble=bubble, other=time.other + (bubble - time.bubble) * drift)
-
-
-def stage_costs(timer: LayoutTimer, layout: Layout) -> dict[str, list[float]]:
-    """As ``costs_of_stages``, of a layout."""
-    rings = timer.table.rings(layout)
-    hop = exposed_message(timer.model, layout, timer.cluster, timer.stack, rings)
-    block, head = timer.table.block(layout, rings), timer.table.head(layout).total
-    return costs_of_stages(timer.model.layers, layout, block, head, hop)

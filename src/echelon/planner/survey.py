@@ -10,7 +10,6 @@ from typing import NamedTuple, final
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout import Layout
 from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
-from echelon.planner.layout_timer import LayoutTimer
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.operations import PlannedModel
 from echelon.planner.plan_search import PlannedLayout
@@ -18,6 +17,7 @@ from echelon.planner.refusal import RefusedPlan
 from echelon.planner.simulated_step import simulated_steps, simulated_time
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import step_memory
+from echelon.planner.step_time import LayoutTimer
 
 
 @final
