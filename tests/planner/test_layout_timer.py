@@ -1,9 +1,9 @@
 import pytest
 
 from echelon.planner.layout import Layout, Recompute, ShardedStates
-from echelon.planner.layout_space import SearchLimits, families
+from echelon.planner.layout_space import SearchLimits
 from echelon.planner.step_time import LayoutTimer, step_time
-from tests.planner.sizes import MODEL, STACK, cluster
+from tests.planner.sizes import MODEL, STACK, cluster, layouts
 
 LAYOUTS = [
     Layout(tp=2, cp=2, shard=2, dp=2, sharded=ShardedStates.GRADIENTS),
@@ -35,6 +35,5 @@ def test_layouts_that_compute_the_same_share_a_block() -> None:
 def test_layouts_are_timed_as_each_is_alone() -> None:
     place = cluster(2, 4)
     timer = LayoutTimer(MODEL, place, STACK)
-    for family in families(MODEL, place, SearchLimits(global_batch=8)):
-        for layout in family.layouts():
-            assert timer.step_time(layout) == step_time(MODEL, layout, place, STACK)
+    for layout in layouts(MODEL, place, SearchLimits(global_batch=8)):
+        assert timer.step_time(layout) == step_time(MODEL, layout, place, STACK)

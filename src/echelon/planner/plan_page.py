@@ -82,7 +82,7 @@ def _of_fitting(plans: Plans) -> Iterator[str]:
     about = "What the slowest rank does and waits for, added up."
     times = [(str(plan), plan.time.terms(), f"{plan.seconds:.3g} s") for plan in few]
     yield section("Where the time of a step goes", about, _bars(times, _TERMS, "seconds", 1.0))
-    about = f"Of the fullest rank; {best.planned.limit / 2**30:.1f} GiB may be allocated."
+    about = f"Of the fullest rank; {best.limit / 2**30:.1f} GiB may be allocated."
     sizes = [
         (str(plan), plan.memory.categories(), f"{plan.memory.total / 2**30:.1f} GiB")
         for plan in few
