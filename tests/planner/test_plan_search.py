@@ -14,13 +14,13 @@ from echelon.planner.layout_space import LayoutFamily, LayoutSpace, SearchLimits
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.model_file import read_transformer
 from echelon.planner.plan_options import plan_of
-from echelon.planner.plan_search import fastest, search
+from echelon.planner.plan_search import fastest, fitting_cluster, search
 from echelon.planner.simulated_step import simulated_time
 from echelon.planner.software_stack import SoftwareStack, rates_of
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import LayoutTimer, StepTime
 from echelon.planner.transformer import Transformer
-from tests.planner.sizes import DEVICE, HOST, MODEL, RATES, STACK, cluster
+from tests.planner.sizes import DEVICE, HOST, MODEL, RATES, STACK, cluster, layouts
 
 NOISY = SoftwareStack(
     name="noisy",
@@ -241,3 +241,18 @@ def test_a_batch_that_only_other_axes_divide_says_so() -> None:
 
 def test_a_device_smaller_than_its_context_has_no_memory() -> None:
     assert replace(Device.preset("H100"), memory=1e9).usable_bytes == 0
+
+
+def test_the_hosts_that_would_do_are_the_fewest_of_which_a_plan_fits() -> None:
+    """A host keeps states only without cp, also where cp has as many replicas on more hosts."""
+    place = replace(cluster(1, 1), host=HOST)
+    for limit in (1e8 * step for step in range(2, 80)):
+        limits = SearchLimits(global_batch=2, fixed={"tp": 1, "pp": 1}, max_memory=limit)
+        fits = [
+            hosts
+            for hosts in (2, 4, 8, 16)
+            for layout in layouts(MODEL, replace(place, hosts=hosts), limits)
+            if step_memory(MODEL, layout, STACK).total <= limit
+        ]
+        larger = fitting_cluster(LayoutSpace(MODEL, place, STACK, limits))
+        assert (larger and larger.hosts) == min(fits, default=None)

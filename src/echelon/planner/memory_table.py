@@ -38,7 +38,7 @@ class MemoryTable:
         self._model, self._stack = model, stack
         self._loads: dict[tuple[int, int], list[list[_RankLoad]]] = {}
         self._sizes: dict[tuple[int, int, int, Recompute, bool], MicrobatchBytes] = {}
-        self._states: dict[tuple[int, int, int, int, RankParts], list[float]] = {}
+        self._states: dict[tuple[int, int, int, int, int, RankParts], list[float]] = {}
 
     def peaks(self, family: LayoutFamily) -> list[float]:
         """Bytes of the rank that needs most, for each layout of a family in their order."""
@@ -85,7 +85,7 @@ class MemoryTable:
     def _shard_states(
         self, base: Layout, parts: RankParts, shards: tuple[ShardChoice, ...]
     ) -> list[float]:
-        key = (base.tp, base.ep, base.pp, base.dp, parts)
+        key = (base.tp, base.cp, base.ep, base.pp, base.dp, parts)
         states = self._states.get(key)
         if states is None:
             states = [
