@@ -1,8 +1,7 @@
 """Models, clusters and constants that the tests of the planner share."""
 
-from echelon.planner.cluster import Cluster
+from echelon.planner.cluster import Cluster, HostMemory
 from echelon.planner.device import Device
-from echelon.planner.host_memory import HostMemory
 from echelon.planner.layout import Layout
 from echelon.planner.layout_space import LayoutSpace, SearchLimits
 from echelon.planner.operations import PlannedModel

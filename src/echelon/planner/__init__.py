@@ -3,8 +3,7 @@
 In reading order::
 
     device           a processor with memory: its rates, as data with their sources
-    cluster          hosts of devices, and the links inside of and between them
-    host_memory      the memory of a host beside its devices
+    cluster          hosts of devices, their memory, and the links inside of and between them
     transformer      the sizes of a decoder, which parameters and operations follow from
     stage_schedule   what a schedule costs in closed form: its bubble, and what a rank keeps
     layout           how ranks share the model: the degree of each axis, and what is sharded

@@ -9,10 +9,9 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import final
 
-from echelon.planner.cluster import Cluster
+from echelon.planner.cluster import Cluster, HostMemory
 from echelon.planner.collective_time import Rings, ring
 from echelon.planner.compute_time import Seconds, work_seconds
-from echelon.planner.host_memory import HostMemory
 from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.operations import WIDTH, PlannedModel, block_work, head_work
 from echelon.planner.software_stack import SoftwareStack
@@ -118,7 +117,7 @@ class LayoutTimer:
             the terms of the rank with the slowest stages. All its microbatches take it the time of
             the computing terms; until its first and after its last microbatch it waits for the
             other ranks, as long as the schedule says. Of a schedule without a closed form that is
-            the least that it can be, and ``simulated_steps`` has the rest.
+            the least that it can be, and ``simulated_time`` has the rest.
         """
         rings, head = self.rings(layout), self.head(layout)
         block = self.block(layout, rings)
