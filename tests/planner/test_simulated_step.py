@@ -6,7 +6,7 @@ import pytest
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.simulate import simulate
 from echelon.planner.layout import Layout
-from echelon.planner.simulated_step import simulated_bubble, simulated_steps
+from echelon.planner.simulated_step import simulated_bubble, simulated_time
 from echelon.planner.step_time import LayoutTimer
 from tests.planner.sizes import MODEL, STACK, cluster
 
@@ -37,7 +37,7 @@ def test_equal_stages_have_the_bubble_of_the_closed_form() -> None:
     for name, chunks in SCHEDULES:
         layout = Layout(pp=4, microbatches=16, chunks=chunks, schedule=name)
         closed = timer.step_time(layout)
-        ((_, simulated),) = simulated_steps(timer, [(layout, closed)])
+        simulated = simulated_time(timer, layout, closed)
         if not layout.has_closed_form:
             assert closed.bubble <= simulated.bubble
             continue
@@ -56,5 +56,5 @@ def test_the_last_stage_has_the_head_and_all_stages_their_messages() -> None:
 
 def test_without_a_pipeline_nothing_is_simulated() -> None:
     timer = LayoutTimer(MODEL, cluster(1, 2), STACK)
-    timed = [(Layout(dp=2), timer.step_time(Layout(dp=2)))]
-    assert simulated_steps(timer, timed) == timed
+    time = timer.step_time(Layout(dp=2))
+    assert simulated_time(timer, Layout(dp=2), time) is time

@@ -39,6 +39,13 @@ class Recompute(Enum):
     BLOCKS = "full"
 
 
+_MEMBERS = {
+    "sharded": list(ShardedStates),
+    "recompute": list(Recompute),
+    "offload": list(HostStates),
+}
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -84,9 +91,8 @@ class Layout:
         degrees = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks")
         for name in (*degrees, "microbatch", "microbatches"):
             integer(name, getattr(self, name), low=1)
-        one_of("sharded", self.sharded, list(ShardedStates))
-        one_of("recompute", self.recompute, list(Recompute))
-        one_of("offload", self.offload, list(HostStates))
+        for name, members in _MEMBERS.items():
+            one_of(name, getattr(self, name), members)
         if self.offload is not HostStates.NOTHING and self.sharded is ShardedStates.NOTHING:
             raise ArgumentError(
                 f"offload is {self.offload.value!r} and nothing is sharded: the host keeps shards "

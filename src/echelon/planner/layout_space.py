@@ -108,11 +108,6 @@ class LayoutFamily:
     schedules: tuple[ScheduleChoice, ...]
     shards: tuple[ShardChoice, ...]
 
-    @property
-    def num_layouts(self) -> int:
-        """The number of its layouts."""
-        return len(self.schedules) * len(self.shards)
-
     def layout(self, schedule: ScheduleChoice, shard: ShardChoice) -> Layout:
         """One of them."""
         return replace(self.base, **schedule._asdict(), **shard._asdict())
@@ -120,11 +115,6 @@ class LayoutFamily:
     def choices(self) -> Iterator[tuple[ScheduleChoice, ShardChoice]]:
         """In what its layouts differ, in their order."""
         return itertools.product(self.schedules, self.shards)
-
-    def member(self, position: int) -> Layout:
-        """One of them by its position."""
-        schedule, shard = divmod(position, len(self.shards))
-        return self.layout(self.schedules[schedule], self.shards[shard])
 
     def layouts(self) -> Iterator[Layout]:
         """All of them."""

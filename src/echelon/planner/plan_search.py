@@ -16,7 +16,7 @@ from echelon.planner.layout_space import LayoutFamily, LayoutSpace, host_bytes
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.refusal import RefusedPlan
-from echelon.planner.simulated_step import simulated_steps, simulated_time
+from echelon.planner.simulated_step import simulated_time
 from echelon.planner.stage_schedule import SCHEDULES
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import ROUNDING, LayoutTimer, StepTime
@@ -78,10 +78,11 @@ def search(space: LayoutSpace) -> SearchResult:
         raise ArgumentError(_why_no_layout(space))
     timer = LayoutTimer(space.model, space.cluster, space.stack)
     ranked = fastest(timer, memory, fitting, limit, max(SIMULATED, limits.keep))
-    simulated = sorted(simulated_steps(timer, ranked), key=_order)
+    timed = [(layout, simulated_time(timer, layout, time)) for layout, time in ranked]
+    timed.sort(key=_order)
     return SearchResult(
-        best=tuple(priced(space, layout, time) for layout, time in simulated[: limits.keep]),
-        nearest=nearest and refused(space, nearest[0].member(nearest[1])),
+        best=tuple(priced(space, layout, time) for layout, time in timed[: limits.keep]),
+        nearest=nearest and refused(space, [*nearest[0].layouts()][nearest[1]]),
         num_layouts=num_layouts,
         num_fitting=num_fitting,
     )

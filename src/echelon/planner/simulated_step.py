@@ -19,25 +19,20 @@ _KINDS = {FORWARD: 0, INPUT: 1, WEIGHT: 2, BACKWARD: 3}  # as bubble has their c
 _ROUNDS = 2  # of as many microbatches as there are ranks: they fill and empty a pipeline
 
 
-def simulated_steps(
-    timer: LayoutTimer, timed: Sequence[tuple[Layout, StepTime]]
-) -> list[tuple[Layout, StepTime]]:
-    """Layouts with the times of ``step_time``, whose bubbles become those of the simulation.
+def simulated_time(timer: LayoutTimer, layout: Layout, time: StepTime) -> StepTime:
+    """The time of ``step_time`` with the bubble of the simulation.
 
     Layouts that differ in nothing that a stage computes are simulated once for a timer.
     """
-    return [(layout, simulated_time(timer, layout, time)) for layout, time in timed]
-
-
-def simulated_time(timer: LayoutTimer, layout: Layout, time: StepTime) -> StepTime:
-    """The time of one layout, as ``simulated_steps``."""
     if layout.pp == 1:
         return time
     costs = timer.stage_costs(layout)
     key = (layout.schedule_name, layout.microbatches, *map(tuple, costs.values()))
     if key not in timer.bubbles:
         timer.bubbles[key] = simulated_bubble(layout, costs)
-    return _with_bubble(timer, layout, time, timer.bubbles[key])
+    bubble = timer.bubbles[key]
+    other = time.other + (bubble - time.bubble) * timer.drift(layout)
+    return replace(time, bubble=bubble, other=other)
 
 
 def simulated_bubble(layout: Layout, costs: Mapping[str, Sequence[float]]) -> float:
@@ -132,8 +127,3 @@ class ActionOrder:
         for place, number in enumerate(self._num_of):
             busy[self._rank_of_stage[place % self._num_stages]] += number * seconds[place]
         return max(ends) - max(busy)
-
-
-def _with_bubble(timer: LayoutTimer, layout: Layout, time: StepTime, bubble: float) -> StepTime:
-    drift = timer.drift(layout)
-    return replace(time, bubble=bubble, other=time.other + (bubble - time.bubble) * drift)
