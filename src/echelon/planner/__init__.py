@@ -5,12 +5,13 @@ In reading order::
     device           a processor with memory: its rates, as data with their sources
     cluster          hosts of devices, their memory, and the links inside of and between them
     transformer      the sizes of a decoder, which parameters and operations follow from
-    stage_schedule   what a schedule costs in closed form: its bubble, and what a rank keeps
+    schedule_cost    what is known of a schedule before its actions are made
     layout           how ranks share the model: the degree of each axis, and what is sharded
     software_stack   the constants of the software that trains, as data that a script has fitted
     operations       what one block computes and moves for one microbatch
     compute_time     how long a device takes for that
     collective_time  how long collectives take inside of and between hosts
+    stage_schedule   what a schedule costs in closed form: its bubble, and what a rank keeps
     stage_time       how long one microbatch takes in each stage of a pipeline, by that of a block
     step_time        the time of a step as a sum of named terms, and a lower bound
     step_memory      what a rank keeps at the peak of a step, by category

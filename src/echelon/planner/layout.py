@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
 from echelon.checks import integer, one_of
 from echelon.errors import ArgumentError
-from echelon.planner.stage_schedule import SCHEDULES, ScheduleCost
+from echelon.planner.schedule_cost import SCHEDULES, ScheduleCost
 
 
 class ShardedStates(Enum):
@@ -39,7 +40,7 @@ class Recompute(Enum):
     BLOCKS = "full"
 
 
-_MEMBERS = {
+_MEMBERS: Mapping[str, Sequence[Enum]] = {
     "sharded": list(ShardedStates),
     "recompute": list(Recompute),
     "offload": list(HostStates),

@@ -13,8 +13,9 @@ from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
 from echelon.planner.operations import PlannedModel
+from echelon.planner.schedule_cost import SCHEDULES
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import SCHEDULES, schedule_choices
+from echelon.planner.stage_schedule import schedule_choices
 
 _AXES = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks", "microbatch")
 _MOST_MICROBATCH = 64

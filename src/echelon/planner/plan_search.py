@@ -16,8 +16,8 @@ from echelon.planner.layout_space import LayoutFamily, LayoutSpace, host_bytes
 from echelon.planner.memory_table import MemoryTable
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.refusal import RefusedPlan
+from echelon.planner.schedule_cost import SCHEDULES
 from echelon.planner.simulated_step import simulated_time
-from echelon.planner.stage_schedule import SCHEDULES
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import ROUNDING, LayoutTimer, StepTime
 
