@@ -1,8 +1,10 @@
 """Models, clusters and constants that the tests of the planner share."""
 
-from echelon.planner.cluster import Cluster
+from echelon.planner.cluster import Cluster, HostMemory
 from echelon.planner.device import Device
-from echelon.planner.host_memory import HostMemory
+from echelon.planner.layout import Layout
+from echelon.planner.layout_space import LayoutSpace, SearchLimits
+from echelon.planner.operations import PlannedModel
 from echelon.planner.software_stack import Rates, SoftwareStack
 from echelon.planner.transformer import Transformer
 
@@ -59,3 +61,9 @@ HOST = HostMemory(memory=1e12, bandwidth=400e9, link=20e9)
 def cluster(hosts: int, devices: int) -> Cluster:
     """Hosts of the round device with 100 GB/s between them."""
     return Cluster(hosts=hosts, devices_per_host=devices, device=DEVICE, network=100e9)
+
+
+def layouts(model: PlannedModel, place: Cluster, limits: SearchLimits) -> list[Layout]:
+    """Every layout of a space."""
+    families = LayoutSpace(model, place, STACK, limits).families()
+    return [layout for family in families for layout in family.layouts()]

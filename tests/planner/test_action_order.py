@@ -4,7 +4,7 @@ import pytest
 
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.simulate import simulate
-from echelon.planner.action_order import action_order
+from echelon.planner.simulated_step import action_order
 
 NAMES = {
     "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2,

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import echelon as ec
-from echelon.planner.cluster import Cluster
-from echelon.planner.host_memory import HostMemory
+from echelon.planner.cluster import Cluster, HostMemory
 
 
 def test_a_text_names_hosts_devices_and_the_rate_between_hosts() -> None:

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.planner.collective_time import ring, rings_of
+from echelon.planner.collective_time import ring
 from echelon.planner.layout import Layout
-from tests.planner.sizes import RATES, cluster
+from echelon.planner.step_time import LayoutTimer
+from tests.planner.sizes import MODEL, RATES, STACK, cluster
 
 
 def test_a_ring_inside_of_a_host_has_the_bus() -> None:
@@ -44,7 +45,7 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_tp_is_innermost_and_pp_outermost() -> None:
-    rings = rings_of(Layout(tp=8, shard=2, pp=2), cluster(4, 8), RATES)
+    rings = LayoutTimer(MODEL, cluster(4, 8), STACK).rings(Layout(tp=8, shard=2, pp=2))
     assert not rings.tp.between_hosts
     assert rings.shard.between_hosts
     assert rings.message.between_hosts

@@ -1,7 +1,7 @@
 import pytest
 
 import echelon as ec
-from echelon.planner.host_memory import HostMemory
+from echelon.planner.cluster import HostMemory
 
 FIELDS = {"memory": 1e12, "bandwidth": 4e11, "link": 25e9}
 

@@ -4,12 +4,12 @@ import pytest
 
 import echelon as ec
 from echelon.planner.layout import HostStates, Recompute, ShardedStates
-from echelon.planner.layout_space import SearchLimits, families, host_bytes, layouts
-from tests.planner.sizes import HOST, MODEL, cluster
+from echelon.planner.layout_space import LayoutSpace, SearchLimits, host_bytes
+from tests.planner.sizes import HOST, MODEL, STACK, cluster, layouts
 
 
 def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:
-    every = list(layouts(MODEL, cluster(2, 4), SearchLimits(global_batch=16)))
+    every = layouts(MODEL, cluster(2, 4), SearchLimits(global_batch=16))
     assert len(every) == len(set(every)) > 50
     assert {(layout.num_ranks, layout.global_batch) for layout in every} == {(8, 16)}
     assert {layout.schedule_name for layout in every} == {
@@ -20,9 +20,9 @@ def test_every_layout_uses_all_devices_and_the_whole_batch() -> None:
 
 
 def test_a_family_has_the_layouts_that_it_counts() -> None:
-    for family in families(MODEL, cluster(1, 4), SearchLimits(global_batch=8)):
+    for family in LayoutSpace(MODEL, cluster(1, 4), STACK, SearchLimits(global_batch=8)).families():
         members = list(family.layouts())
-        assert len(set(members)) == family.num_layouts
+        assert len(set(members)) == len(members) == len(list(family.choices()))
         same = {(m.tp, m.pp, m.cp, m.microbatch, m.microbatches, m.recompute) for m in members}
         assert len(same) == 1
 
@@ -43,7 +43,7 @@ def test_fixed_axes_are_kept_and_nothing_else_is_left_out(fixed: dict[str, int |
         )
     ]
     limits = SearchLimits(global_batch=16, fixed=fixed)
-    assert list(layouts(MODEL, cluster(1, 8), limits)) == kept != []
+    assert layouts(MODEL, cluster(1, 8), limits) == kept != []
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from echelon.planner.layout import Layout, ShardedStates
-from echelon.planner.layout_space import SearchLimits
-from echelon.planner.memory_curve import MemoryMoment, memory_curve
-from echelon.planner.plan_timeline import simulated
+from echelon.planner.layout_space import LayoutSpace, SearchLimits
+from echelon.planner.plan_timeline import MemoryMoment, memory_curve, simulated
 from echelon.planner.ranked_plans import Plans
 from echelon.planner.refusal import peak_moment
 from tests.planner.sizes import MODEL, STACK, cluster
@@ -63,7 +62,10 @@ def test_the_highest_point_is_at_the_moment_that_is_named(layout: Layout, moment
 
 def test_a_rank_of_1f1b_has_as_many_microbatches_as_there_are_stages_after_it() -> None:
     model = replace(MODEL, vocab=64)  # so that the last stage is not the fullest
-    plans = Plans(model, cluster(1, 4), STACK, SearchLimits(global_batch=8, fixed=FIXED), "memory")
+    plans = Plans(
+        LayoutSpace(model, cluster(1, 4), STACK, SearchLimits(global_batch=8, fixed=FIXED)),
+        "memory",
+    )
     plan = plans.best
     assert plan.memory.rank_stage == 0
     levels = {round(moment.activations) for moment in memory_curve(plan, simulated(plan))}

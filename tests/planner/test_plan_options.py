@@ -7,7 +7,7 @@ import torch
 
 import echelon as ec
 from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
-from echelon.planner.layout_space import SearchLimits, layouts
+from echelon.planner.layout_space import SearchLimits
 from echelon.planner.plan_options import (
     beside_plan,
     layout_text,
@@ -16,12 +16,12 @@ from echelon.planner.plan_options import (
     plan_options,
     plan_text,
 )
-from tests.planner.sizes import HOST, MODEL, cluster
+from tests.planner.sizes import HOST, MODEL, cluster, layouts
 
 
 def every_layout() -> list[Layout]:
     limits = SearchLimits(global_batch=32, plans_only=True, fixed={"tp": 1, "cp": 1, "ep": 1})
-    return list(layouts(MODEL, replace(cluster(2, 4), host=HOST), limits))
+    return layouts(MODEL, replace(cluster(2, 4), host=HOST), limits)
 
 
 @pytest.mark.slow

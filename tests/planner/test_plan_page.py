@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.planner.layout_space import SearchLimits
+from echelon.planner.layout_space import LayoutSpace, SearchLimits
 from echelon.planner.plan_page import plans_page
 from echelon.planner.ranked_plans import Plans
 from tests.planner.sizes import MODEL, STACK, cluster
@@ -14,7 +14,7 @@ from tests.planner.test_ranked_plans import plans
 
 def test_a_page_has_all_sections_and_loads_no_other_file() -> None:
     limits = SearchLimits(global_batch=16, fixed={"pp": 2, "chunks": 2}, keep=3)
-    several = Plans(MODEL, replace(cluster(1, 8), price=1.5), STACK, limits, "cost")
+    several = Plans(LayoutSpace(MODEL, replace(cluster(1, 8), price=1.5), STACK, limits), "cost")
     page = plans_page(several)
     sections = re.findall("<h2>(.*?)</h2>", page)
     assert sections[:8] == [
@@ -50,7 +50,7 @@ def test_the_front_is_drawn_with_its_plans() -> None:
 
 def test_without_a_pipeline_there_is_no_schedule() -> None:
     limits = SearchLimits(global_batch=16, fixed={"pp": 1}, keep=1)
-    page = plans_page(Plans(MODEL, cluster(1, 8), STACK, limits, "tokens/s"))
+    page = plans_page(Plans(LayoutSpace(MODEL, cluster(1, 8), STACK, limits), "tokens/s"))
     assert "The schedule" not in page
 
 
@@ -58,7 +58,7 @@ def test_without_a_pipeline_there_is_no_schedule() -> None:
 def test_a_long_schedule_says_with_how_many_microbatches_it_is_drawn() -> None:
     fixed = {"pp": 4, "chunks": 1, "microbatch": 1, "tp": 1, "cp": 1}
     limits = SearchLimits(global_batch=4096, fixed=fixed, keep=1)
-    page = plans_page(Plans(MODEL, cluster(1, 4), STACK, limits, "tokens/s"))
+    page = plans_page(Plans(LayoutSpace(MODEL, cluster(1, 4), STACK, limits), "tokens/s"))
     assert re.search(r"Drawn with \d+ of the 4096 microbatches", page)
 
 

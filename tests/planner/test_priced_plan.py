@@ -6,7 +6,6 @@ import pytest
 
 import echelon as ec
 from echelon.planner.layout import Layout, ShardedStates
-from echelon.planner.plan_search import PlannedLayout
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.step_memory import step_memory
 from echelon.planner.step_time import step_time
@@ -15,13 +14,15 @@ from tests.planner.sizes import MODEL, STACK, cluster
 
 def priced(layout: Layout, price: float | None = None) -> PricedPlan:
     place = replace(cluster(2, 4), price=price)
-    planned = PlannedLayout(
+    return PricedPlan(
+        model=MODEL,
+        cluster=place,
+        stack=STACK,
         layout=layout,
         time=step_time(MODEL, layout, place, STACK),
         memory=step_memory(MODEL, layout, STACK),
         limit=80e9,
     )
-    return PricedPlan(model=MODEL, cluster=place, stack=STACK, planned=planned)
 
 
 SHARDED = Layout(pp=2, shard=4, microbatches=4, sharded=ShardedStates.OPTIMIZER)

@@ -3,14 +3,14 @@
 import pytest
 
 import echelon as ec
-from echelon.planner.layout_space import SearchLimits
+from echelon.planner.layout_space import LayoutSpace, SearchLimits
 from echelon.planner.ranked_plans import Plans
 from tests.planner.sizes import MODEL, STACK, cluster
 
 
 def plans(max_memory: float = 1.5e9) -> Plans:
     limits = SearchLimits(global_batch=16, max_memory=max_memory, keep=3)
-    return Plans(MODEL, cluster(1, 8), STACK, limits, "tokens/s")
+    return Plans(LayoutSpace(MODEL, cluster(1, 8), STACK, limits), "tokens/s")
 
 
 def test_they_are_a_sequence_from_the_fastest_on() -> None:

@@ -6,9 +6,8 @@ import pytest
 from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.simulate import simulate
 from echelon.planner.layout import Layout
-from echelon.planner.layout_timer import LayoutTimer
-from echelon.planner.simulated_step import simulated_bubble, simulated_steps, stage_costs
-from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
+from echelon.planner.simulated_step import simulated_bubble, simulated_time
+from echelon.planner.step_time import LayoutTimer
 from tests.planner.sizes import MODEL, STACK, cluster
 
 SCHEDULES = [
@@ -38,8 +37,8 @@ def test_equal_stages_have_the_bubble_of_the_closed_form() -> None:
     for name, chunks in SCHEDULES:
         layout = Layout(pp=4, microbatches=16, chunks=chunks, schedule=name)
         closed = timer.step_time(layout)
-        ((_, simulated),) = simulated_steps(timer, [(layout, closed)])
-        if name in WITHOUT_CLOSED_FORM:
+        simulated = simulated_time(timer, layout, closed)
+        if not layout.has_closed_form:
             assert closed.bubble <= simulated.bubble
             continue
         assert simulated.total == pytest.approx(closed.total, rel=0.01), layout
@@ -48,14 +47,14 @@ def test_equal_stages_have_the_bubble_of_the_closed_form() -> None:
 def test_the_last_stage_has_the_head_and_all_stages_their_messages() -> None:
     timer = LayoutTimer(replace(MODEL, layers=5), cluster(1, 2), STACK)
     layout = Layout(pp=2, microbatches=4)
-    forward = stage_costs(timer, layout)["F"]
-    block = timer.table.block(layout, timer.table.rings(layout)).forward.total
+    forward = timer.stage_costs(layout)["F"]
+    block = timer.block(layout, timer.rings(layout)).forward.total
     hop = 2 * 2048 * 1024 / 200e9
-    head = timer.table.head(layout).total / 3
+    head = timer.head(layout).total / 3
     assert forward == pytest.approx([3 * block + hop, 2 * block + hop + head])
 
 
 def test_without_a_pipeline_nothing_is_simulated() -> None:
     timer = LayoutTimer(MODEL, cluster(1, 2), STACK)
-    timed = [(Layout(dp=2), timer.step_time(Layout(dp=2)))]
-    assert simulated_steps(timer, timed) == timed
+    time = timer.step_time(Layout(dp=2))
+    assert simulated_time(timer, Layout(dp=2), time) is time

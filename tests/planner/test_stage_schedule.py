@@ -8,7 +8,6 @@ from echelon.pipeline.schedules.families import schedule
 from echelon.pipeline.schedules.simulate import simulate
 from echelon.planner.layout import Layout
 from echelon.planner.stage_schedule import (
-    WITHOUT_CLOSED_FORM,
     bubble_of_a_stage,
     least_bubble,
     microbatches_under_way,
@@ -36,7 +35,7 @@ def test_the_closed_forms_are_those_of_the_action_lists(
     stages = layout.pp * layout.chunks
     actions = schedule(layout.schedule_name, stages, layout.microbatches, layout.pp)
     simulation = simulate(actions, costs)
-    if layout.schedule_name not in WITHOUT_CLOSED_FORM:
+    if layout.has_closed_form:
         bubble = (layout.pp - 1) * bubble_of_a_stage(layout, forward, inputs, weights)
         busy = layout.microbatches * sum(seconds)
         assert simulation.makespan == pytest.approx(busy + bubble)
@@ -62,7 +61,7 @@ def test_no_schedule_on_a_v_has_a_smaller_bubble_than_the_bound(seed: int) -> No
     pp, rounds = draw.choice([2, 3, 4, 5, 7]), draw.choice([1, 2, 3])
     for name, chunks in schedule_choices(pp, layers=64, microbatches=rounds * pp):
         layout = Layout(pp=pp, microbatches=rounds * pp, schedule=name, chunks=chunks)
-        if not layout.is_v:
+        if not layout.schedule_cost.is_v:
             continue
         lengths = [draw.choice([1.0, 1.0, 2.0]) * draw.uniform(0.9, 1.1) for _ in range(2 * pp)]
         parts = {"F": 1.0, "I": draw.choice([1.0, 2.0]), "W": draw.choice([0.3, 1.0])}

@@ -2,15 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.planner.collective_time import rings_of
+from echelon.planner.cluster import Cluster
 from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
-from echelon.planner.stage_time import block_time, host_copies, stage_seconds
-from tests.planner.sizes import HOST, MODEL, RATES, STACK, cluster
+from echelon.planner.stage_time import BlockTime, stage_seconds
+from echelon.planner.step_time import LayoutTimer
+from tests.planner.sizes import HOST, MODEL, STACK, cluster
 
 
-def time_of(layout: Layout) -> object:
-    place = cluster(1, 8)
-    return block_time(MODEL, layout, place, STACK, rings_of(layout, place, RATES))
+def time_of(layout: Layout, place: Cluster | None = None) -> BlockTime:
+    timer = LayoutTimer(MODEL, place or cluster(1, 8), STACK)
+    return timer.block(layout, timer.rings(layout))
 
 
 def test_recomputed_blocks_run_forward_twice() -> None:
@@ -28,7 +29,7 @@ def test_tensor_parallelism_reduces_the_residual_stream_four_times() -> None:
 def test_a_gather_that_takes_longer_than_the_computation_is_waited_for() -> None:
     layout = Layout(shard=8, sharded=ShardedStates.PARAMETERS)
     place = replace(cluster(8, 1), network=1e9)
-    block = block_time(MODEL, layout, place, STACK, rings_of(layout, place, RATES))
+    block = time_of(layout, place)
     one_pass = 7 / 8 * 2 * MODEL.block_parameters / 1e9
     computed = block.forward.total + block.backward.total
     assert block.waiting == pytest.approx(3 * one_pass - computed)
@@ -39,7 +40,7 @@ def test_the_head_belongs_to_the_last_stage() -> None:
 
 
 def test_the_host_has_shards_and_their_gradients_at_the_rate_of_its_link() -> None:
-    place = replace(cluster(1, 8), host=HOST)
+    timer = LayoutTimer(MODEL, replace(cluster(1, 8), host=HOST), STACK)
     layout = Layout(shard=4, sharded=ShardedStates.PARAMETERS)
     seconds = 2 * 1e6 / 4 / 20e9  # 16 bits of a quarter
     for offload, copies in (
@@ -47,4 +48,4 @@ def test_the_host_has_shards_and_their_gradients_at_the_rate_of_its_link() -> No
         (HostStates.OPTIMIZER, (0.0, seconds)),
         (HostStates.ALL, (seconds, seconds)),
     ):
-        assert host_copies(replace(layout, offload=offload), place, STACK, 1e6) == copies
+        assert timer.host_copies(replace(layout, offload=offload), 1e6) == copies

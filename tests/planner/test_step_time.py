@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
-from echelon.planner.stage_time import head_time
-from echelon.planner.step_time import step_time
+from echelon.planner.step_time import LayoutTimer, step_time
 from tests.planner.sizes import HOST, MODEL, STACK, cluster
 
 LAYOUTS = [
@@ -27,7 +26,7 @@ def test_the_bubble_of_equal_stages_is_that_of_1f1b() -> None:
     layout = Layout(pp=4, microbatches=8)
     time = step_time(MODEL, layout, cluster(1, 8), STACK)
     last = (time.matmul + time.attention + time.memory + time.message) / 8
-    head = head_time(MODEL, layout, cluster(1, 8), STACK).total
+    head = LayoutTimer(MODEL, cluster(1, 8), STACK).head(layout).total
     assert time.bubble == pytest.approx(3 * (last - head))
 
 

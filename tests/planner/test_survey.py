@@ -3,40 +3,32 @@
 import pytest
 
 from echelon.planner.layout import Layout
-from echelon.planner.layout_space import SearchLimits, layouts
-from echelon.planner.layout_timer import LayoutTimer
-from echelon.planner.plan_search import PlannedLayout
+from echelon.planner.layout_space import LayoutSpace, SearchLimits
+from echelon.planner.plan_search import priced
+from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.simulated_step import simulated_time
-from echelon.planner.step_memory import step_memory
-from echelon.planner.survey import Front, Survey, pareto_of, survey
-from tests.planner.sizes import MODEL, STACK, cluster
+from echelon.planner.step_time import LayoutTimer
+from echelon.planner.survey import Front, pareto_of, survey
+from tests.planner.sizes import MODEL, STACK, cluster, layouts
 
 LIMIT = 1.5e9
-LIMITS = SearchLimits(global_batch=16, keep=5)
+SPACE = LayoutSpace(
+    MODEL, cluster(2, 4), STACK, SearchLimits(global_batch=16, keep=5, max_memory=LIMIT)
+)
 
 
-def looked_at() -> Survey:
-    return survey(MODEL, cluster(2, 4), STACK, LIMITS, LIMIT)
-
-
-def everything() -> list[PlannedLayout]:
-    place = cluster(2, 4)
-    timer = LayoutTimer(MODEL, place, STACK)
+def everything() -> list[PricedPlan]:
+    timer = LayoutTimer(MODEL, SPACE.cluster, STACK)
     return [
-        PlannedLayout(
-            layout=layout,
-            time=simulated_time(timer, layout, timer.step_time(layout)),
-            memory=step_memory(MODEL, layout, STACK),
-            limit=LIMIT,
-        )
-        for layout in layouts(MODEL, place, LIMITS)
+        priced(SPACE, layout, simulated_time(timer, layout, timer.step_time(layout)))
+        for layout in layouts(MODEL, SPACE.cluster, SPACE.limits)
     ]
 
 
 @pytest.mark.slow
 def test_the_smallest_have_the_least_memory_of_all_that_fit() -> None:
     sizes = sorted(plan.memory.total for plan in everything() if plan.memory.total <= plan.limit)
-    assert [plan.memory.total for plan in looked_at().smallest] == sizes[:5]
+    assert [plan.memory.total for plan in survey(SPACE).smallest] == sizes[:5]
 
 
 def test_no_plan_is_both_faster_and_smaller_than_one_of_the_front() -> None:
@@ -45,7 +37,7 @@ def test_no_plan_is_both_faster_and_smaller_than_one_of_the_front() -> None:
         for plan in everything()
         if plan.memory.total <= plan.limit
     ]
-    front = [(plan.time.total, plan.memory.total) for plan in looked_at().pareto]
+    front = [(plan.time.total, plan.memory.total) for plan in survey(SPACE).pareto]
     assert len(front) > 2
     assert front == sorted(front)
     for seconds, nbytes in front:
@@ -61,7 +53,7 @@ def test_of_axes_of_which_nothing_fits_the_nearest_is_refused() -> None:
         axes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.shard)
         return (*axes, layout.sharded.value)
 
-    refused = looked_at().refused
+    refused = survey(SPACE).refused
     fitting = {kind(plan) for plan in everything() if plan.memory.total <= plan.limit}
     others = [plan for plan in everything() if kind(plan) not in fitting]
     assert {kind(plan) for plan in refused} == {kind(plan) for plan in others}

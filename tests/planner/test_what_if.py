@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import echelon as ec
-from echelon.planner.layout_space import SearchLimits
+from echelon.planner.layout_space import LayoutSpace, SearchLimits
 from echelon.planner.plan_search import search
 from echelon.planner.what_if import (
     checkpoint_bytes,
@@ -21,12 +21,12 @@ from tests.planner.sizes import HOST, MODEL, STACK, cluster
 
 def test_each_size_has_the_plan_that_a_search_for_it_finds() -> None:
     limits = SearchLimits(global_batch=32)
-    points = scaled(MODEL, cluster(1, 4), STACK, limits, [2, 4, 8])
+    points = scaled(LayoutSpace(MODEL, cluster(1, 4), STACK, limits), [2, 4, 8])
     assert [point.cluster.num_devices for point in points] == [2, 4, 8]
     for point, place in zip(points, (cluster(1, 2), cluster(1, 4), cluster(2, 4)), strict=True):
-        best = search(MODEL, place, STACK, limits).best[0]
-        assert point.planned is not None
-        assert point.planned.layout == best.layout
+        best = search(LayoutSpace(MODEL, place, STACK, limits)).best[0]
+        assert point.plan is not None
+        assert point.plan.layout == best.layout
         assert point.step_s == best.time.total
         assert point.tokens_per_second == pytest.approx(32 * 2048 / best.time.total)
         hours = place.num_devices * best.time.total * (1e9 / (32 * 2048)) / 3600
@@ -35,11 +35,11 @@ def test_each_size_has_the_plan_that_a_search_for_it_finds() -> None:
 
 def test_a_size_without_a_plan_says_why() -> None:
     limits = SearchLimits(global_batch=12, fixed={"pp": 1, "tp": 1, "cp": 1}, max_memory=1e6)
-    too_small, no_divisor = scaled(MODEL, cluster(1, 4), STACK, limits, [4, 32])
+    too_small, no_divisor = scaled(LayoutSpace(MODEL, cluster(1, 4), STACK, limits), [4, 32])
     assert "recompute: rank 0 would have" in too_small.reason
     assert "no plan divides 32 devices" in no_divisor.reason
     for point in (too_small, no_divisor):
-        assert point.planned is None
+        assert point.plan is None
         assert point.step_s == math.inf
         assert point.tokens_per_second == 0
 

@@ -18,19 +18,16 @@ from echelon.cli.schedule_command import write_files
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.errors.message_text import printable_line
 from echelon.planner.api import Place, limits_of, place_of
-from echelon.planner.cluster import Cluster
 from echelon.planner.described_model import described
 from echelon.planner.device import MOST_BYTES
 from echelon.planner.layout import Layout
-from echelon.planner.layout_space import SearchLimits
-from echelon.planner.operations import PlannedModel
+from echelon.planner.layout_space import LayoutSpace
 from echelon.planner.plan_options import layout_text, missing_in_plan, plan_text
 from echelon.planner.plan_page import plans_page
 from echelon.planner.plan_views import count_text, plan_table
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.ranked_plans import Plans
 from echelon.planner.refusal import RefusedPlan
-from echelon.planner.software_stack import SoftwareStack
 
 _AS_TEXT = ("plan", "besides matrices")
 _MOST_REFUSED = 3  # where none fits
@@ -76,7 +73,7 @@ class PlanRequest:
     html: Path | None
 
 
-def searched(request: PlanRequest) -> tuple[PlannedModel, Cluster, SoftwareStack, SearchLimits]:
+def searched(request: PlanRequest) -> LayoutSpace:
     """What a request asks for: the model, the cluster, the constants and the limits."""
     limits = limits_of(
         request.global_batch,
@@ -86,7 +83,7 @@ def searched(request: PlanRequest) -> tuple[PlannedModel, Cluster, SoftwareStack
         max(request.best, request.explain or 1),
     )
     place, software = place_of(request.cluster, request.price, request.stack)
-    return described(request.model, request.seq), place, software, limits
+    return LayoutSpace(described(request.model, request.seq), place, software, limits)
 
 
 def _bytes(gib: float | None) -> float | None:
@@ -95,7 +92,7 @@ def _bytes(gib: float | None) -> float | None:
 
 def show(request: PlanRequest) -> int:
     """Print the best plans; returns 1 if none fits."""
-    plans = Plans(*searched(request), request.goal)  # type: ignore[arg-type]
+    plans = Plans(searched(request), request.goal)  # type: ignore[arg-type]
     if request.as_json:
         say(json.dumps(_record(plans, request), indent=2))
     elif not plans:

@@ -15,7 +15,6 @@ from echelon.launch.program import Program
 from echelon.page import bytes_text
 from echelon.planner.cluster import Cluster
 from echelon.planner.device import MOST_BYTES
-from echelon.planner.plan_search import usable_bytes
 from echelon.plans.axes import AXES, axes_of, plan_argument
 
 
@@ -42,7 +41,7 @@ def show(
     from echelon.plans.plans import Plan
 
     cluster = Cluster.parse(cluster_text)
-    limit = usable_bytes(cluster.device)
+    limit = cluster.device.usable_bytes
     if max_memory_gib is not None:
         limit = positive("--max-memory", max_memory_gib, MOST_BYTES / 2**30) * 2**30
     program = Program(script)

@@ -52,16 +52,16 @@ def show(request: PlanRequest, what_if: WhatIf) -> int:
         positive("--mtbf", what_if.mtbf_hours, _MOST)
         positive("--save-rate", what_if.save_gbytes, _MOST)
         positive("--restart", what_if.restart_minutes, _MOST)
-    model, cluster, stack, limits = searched(request)
-    sizes = _sizes(what_if.scale) if what_if.scale else [cluster.num_devices]
-    points = scaled(model, cluster, stack, limits, sizes)
-    costs = [_cost(model, point, what_if) for point in points]
+    space = searched(request)
+    sizes = _sizes(what_if.scale) if what_if.scale else [space.cluster.num_devices]
+    points = scaled(space, sizes)
+    costs = [_cost(space.model, point, what_if) for point in points]
     rows = [_row(point, cost) for point, cost in zip(points, costs, strict=True)]
     if request.as_json:
         say(json.dumps(rows, indent=2))
     else:
         _table(rows)
-    return 0 if any(point.planned for point in points) else 1
+    return 0 if any(point.plan for point in points) else 1
 
 
 def _sizes(text: str) -> list[int]:
@@ -72,7 +72,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _cost(model: PlannedModel, point: ScalePoint, what_if: WhatIf) -> FailureCost | None:
-    if what_if.mtbf_hours is None or point.planned is None:
+    if what_if.mtbf_hours is None or point.plan is None:
         return None
     assert what_if.save_gbytes is not None, "refused before"
     return failure_cost(
@@ -86,10 +86,10 @@ def _cost(model: PlannedModel, point: ScalePoint, what_if: WhatIf) -> FailureCos
 
 def _row(point: ScalePoint, cost: FailureCost | None) -> dict[str, Any]:
     row: dict[str, Any] = {"devices": point.cluster.num_devices}
-    if point.planned is None:
+    if point.plan is None:
         return {**row, "reason": point.reason}
     row |= {
-        "plan": layout_text(point.planned.layout),
+        "plan": layout_text(point.plan.layout),
         "step_s": point.step_s,
         "tokens_per_second": point.tokens_per_second,
         "device_hours_for_1e9_tokens": point.device_hours(_TOKENS),

@@ -3,24 +3,21 @@
 In reading order::
 
     device           a processor with memory: its rates, as data with their sources
-    cluster          hosts of devices, and the links inside of and between them
-    host_memory      the memory of a host beside its devices
+    cluster          hosts of devices, their memory, and the links inside of and between them
     transformer      the sizes of a decoder, which parameters and operations follow from
+    schedule_cost    what is known of a schedule before its actions are made
     layout           how ranks share the model: the degree of each axis, and what is sharded
     software_stack   the constants of the software that trains, as data that a script has fitted
     operations       what one block computes and moves for one microbatch
     compute_time     how long a device takes for that
     collective_time  how long collectives take inside of and between hosts
-    stage_time       how long one microbatch takes in each stage of a pipeline
     stage_schedule   what a schedule costs in closed form: its bubble, and what a rank keeps
-    cost_table       times that many layouts share, each computed once
-    step_time        the time of a step as a sum of named terms
+    stage_time       how long one microbatch takes in each stage of a pipeline, by that of a block
+    step_time        the time of a step as a sum of named terms, and a lower bound
     step_memory      what a rank keeps at the peak of a step, by category
     layout_space     all layouts of a cluster, in families that compute the same
     memory_table     the peaks of a family
-    layout_timer     the times of layouts, and a lower bound of a family
     simulated_step   the time of a step with the pipeline simulated on its action lists
-    action_order     the same with many different costs
     plan_search      the layouts that fit, and the fastest
     plan_options     a layout as the options of an ec.Plan
     refusal          a plan that does not fit: the rank, the moment and the bytes
@@ -32,8 +29,7 @@ In reading order::
     model_file       a model's sizes from a file
     described_model  a model's sizes from what a user has
     api              ec.plan
-    plan_timeline    the pipeline of a plan as a simulated schedule
-    memory_curve     the memory of the fullest rank along it
+    plan_timeline    the pipeline of a plan, simulated, and the memory of its fullest rank
     plan_views       what a notebook says about plans
     plan_page        a page about plans
 

@@ -12,7 +12,7 @@ from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
 from echelon.planner.described_model import Describable, described
 from echelon.planner.goals import Goal
-from echelon.planner.layout_space import SearchLimits
+from echelon.planner.layout_space import LayoutSpace, SearchLimits
 from echelon.planner.ranked_plans import Plans
 from echelon.planner.software_stack import MeasuredCluster, SoftwareStack, rates_of
 
@@ -79,7 +79,7 @@ def plan(
     """
     limits = limits_of(global_batch, fixed, max_memory, axes, keep)
     place, software = place_of(cluster, price, stack)
-    return Plans(described(model, seq, example), place, software, limits, goal)
+    return Plans(LayoutSpace(described(model, seq, example), place, software, limits), goal)
 
 
 def software_of(stack: str) -> SoftwareStack:

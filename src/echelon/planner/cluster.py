@@ -1,18 +1,17 @@
-"""``Cluster``: hosts of equal devices, and the network between them."""
+"""``Cluster``: hosts of equal devices, their memory, and the network between them."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 from echelon.checks import instance, integer, number, positive
 from echelon.errors import ArgumentError
 from echelon.planner.device import MOST_BYTES, Device
-from echelon.planner.host_memory import HostMemory
 from echelon.process.plain_file import read_plain
 
 _FORM = re.compile(
@@ -20,8 +19,42 @@ _FORM = re.compile(
 )
 _MAX_NBYTES = 1 << 24
 MOST_DEVICES = 2**20
-_OPTIONAL = dict.fromkeys(("price", "host")).keys()
 _USUAL_GBIT = {"V100": 400.0, "A100": 1600.0, "A800": 800.0, "MI300X": 3200.0}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """The memory of a host beside its devices, for states that are offloaded.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: bytes/s, of all its processors together.
+        link: bytes/s one way between it and each device, all devices at the same time.
+    """
+
+    memory: float
+    bandwidth: float
+    link: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            number(f"{field.name} of host", getattr(self, field.name), 1.0, MOST_BYTES)
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """That of an object of JSON with the fields of this class.
+
+        Example:
+            >>> HostMemory.of({"memory": 2e12, "bandwidth": 6e11, "link": 6e10}).link
+            60000000000.0
+        """
+        needed, _ = _fields_of(cls)
+        if not isinstance(value, Mapping) or set(value) != set(needed):
+            raise ArgumentError(
+                f"host is {value!r:.80}; give an object with the fields {', '.join(needed)}"
+            )
+        return cls(**value)
 
 
 @final
@@ -102,11 +135,11 @@ class Cluster:
             value = json.loads(read_plain(path, _MAX_NBYTES, follows=True))
         except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(f"cluster {str(path)!r:.200} cannot be read: {error}") from error
-        known = {field.name for field in fields(cls)}
-        if not isinstance(value, Mapping) or set(value) | _OPTIONAL != known:
+        needed, optional = _fields_of(cls)
+        if not isinstance(value, Mapping) or {*value, *optional} != {*needed, *optional}:
             raise ArgumentError(
                 f"cluster {str(path)!r:.200} must be an object with the fields "
-                f"{', '.join(sorted(known - _OPTIONAL))}, and may have {' and '.join(_OPTIONAL)}"
+                f"{', '.join(needed)}, and may have {' and '.join(optional)}"
             )
         values: dict[str, Any] = dict(value)
         if values.get("host") is not None:
@@ -114,13 +147,19 @@ class Cluster:
         device = values.pop("device")
         if isinstance(device, str):
             return cls(device=Device.preset(device), **values)
-        wanted = {field.name for field in fields(Device)}
-        if not isinstance(device, Mapping) or set(device) - wanted:
+        needed, optional = _fields_of(Device)
+        if not isinstance(device, Mapping) or set(device) - {*needed, *optional}:
             raise ArgumentError(
                 f"device in {str(path)!r:.200} must be the name of a known one or an object with "
-                f"the fields {', '.join(sorted(wanted))}"
+                f"the fields {', '.join(sorted([*needed, *optional]))}"
             )
-        missing = wanted - set(device) - {"source"}
-        if missing:
-            raise ArgumentError(f"device in {str(path)!r:.200} has no {sorted(missing)[0]!r}")
+        for name in needed:
+            if name not in device:
+                raise ArgumentError(f"device in {str(path)!r:.200} has no {name!r}")
         return cls(device=Device(**device), **values)
+
+
+def _fields_of(cls: type[Any]) -> tuple[list[str], list[str]]:
+    """The fields that an object of JSON must have, sorted, and those that it may have."""
+    optional = [field.name for field in fields(cls) if field.default is not MISSING]
+    return sorted({field.name for field in fields(cls)} - {*optional}), optional

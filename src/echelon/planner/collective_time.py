@@ -1,4 +1,4 @@
-"""How long collectives take inside of a host and between hosts, and where each axis lies."""
+"""How long collectives take inside of a host and between hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import final
 
 from echelon.planner.cluster import Cluster
-from echelon.planner.layout import Layout
 from echelon.planner.software_stack import Rates
 
 # Each further rank of a ring adds this part of the latency inside of a host: an all-reduce of 1 to
@@ -111,20 +110,3 @@ class Rings:
     shard: Ring
     dp: Ring
     message: Ring
-
-
-def rings_of(layout: Layout, cluster: Cluster, rates: Rates) -> Rings:
-    """Where the axes lie: ``tp`` fastest, then ``cp``, ``shard``, ``dp``, and ``pp`` slowest."""
-    strides = {}
-    stride = 1
-    for axis in ("tp", "cp", "shard", "dp", "pp"):
-        strides[axis] = stride
-        stride *= getattr(layout, axis)
-    return Rings(
-        tp=ring(layout.tp, strides["tp"], cluster, rates),
-        cp=ring(layout.cp, strides["cp"], cluster, rates),
-        ep=ring(layout.ep, strides["shard"], cluster, rates),
-        shard=ring(layout.shard, strides["shard"], cluster, rates),
-        dp=ring(layout.dp, strides["dp"], cluster, rates),
-        message=ring(min(2, layout.pp), strides["pp"], cluster, rates),
-    )

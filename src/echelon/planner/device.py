@@ -14,6 +14,8 @@ from echelon.errors import ArgumentError
 
 _GIGA, _TERA = 1e9, 1e12
 MOST_BYTES = 1e30  # bytes or a rate; times of more would round to nothing
+# What an allocator keeps besides what is allocated, and what the context of a device takes.
+_RESERVED, _CONTEXT_BYTES = 0.08, 1.5e9
 # Short names that people use, and the preset that they mean.
 _ALSO = {
     "V100": "V100-SXM-32",
@@ -69,6 +71,11 @@ class Device:
         for field in sorted(names):
             number(f"{field} of device {self.name!r}", getattr(self, field), 1.0, MOST_BYTES)
         integer(f"processors of device {self.name!r}", self.processors, low=1)
+
+    @property
+    def usable_bytes(self) -> float:
+        """What may be allocated: the memory without what the allocator reserves and the context."""
+        return max(0.0, self.memory - _CONTEXT_BYTES) / (1 + _RESERVED)
 
     @classmethod
     def preset(cls, name: str) -> Device:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
 from echelon.checks import integer, one_of
 from echelon.errors import ArgumentError
-
-# The schedules that a search looks at, and how many stages a rank can have with them.
-CHUNKS = {
-    "1f1b": (1,),
-    "interleaved": (2, 3, 4, 5, 6, 8),
-    "zb-h1": (1,),
-    "zb-h2": (1,),
-    "zb-v": (2,),
-    "dualpipe-v": (2,),
-    "v-half": (2,),
-    "v-min": (2,),
-}
-# Those of which the last stage is on the rank of the first one.
-_ON_A_V = ("zb-v", "dualpipe-v", "v-half", "v-min")
+from echelon.planner.schedule_cost import SCHEDULES, ScheduleCost
 
 
 class ShardedStates(Enum):
@@ -50,6 +38,13 @@ class Recompute(Enum):
     NOTHING = "none"
     ATTENTION = "selective"
     BLOCKS = "full"
+
+
+_MEMBERS: Mapping[str, Sequence[Enum]] = {
+    "sharded": list(ShardedStates),
+    "recompute": list(Recompute),
+    "offload": list(HostStates),
+}
 
 
 @final
@@ -97,9 +92,8 @@ class Layout:
         degrees = ("tp", "cp", "ep", "shard", "dp", "pp", "chunks")
         for name in (*degrees, "microbatch", "microbatches"):
             integer(name, getattr(self, name), low=1)
-        one_of("sharded", self.sharded, list(ShardedStates))
-        one_of("recompute", self.recompute, list(Recompute))
-        one_of("offload", self.offload, list(HostStates))
+        for name, members in _MEMBERS.items():
+            one_of(name, getattr(self, name), members)
         if self.offload is not HostStates.NOTHING and self.sharded is ShardedStates.NOTHING:
             raise ArgumentError(
                 f"offload is {self.offload.value!r} and nothing is sharded: the host keeps shards "
@@ -114,8 +108,8 @@ class Layout:
     def _check_schedule(self) -> None:
         if self.schedule is None:
             return
-        one_of("schedule", self.schedule, list(CHUNKS))
-        allowed = CHUNKS[self.schedule]
+        one_of("schedule", self.schedule, list(SCHEDULES))
+        allowed = self.schedule_cost.chunks
         if self.chunks not in allowed:
             raise ArgumentError(
                 f"chunks is {self.chunks} and schedule {self.schedule!r}, which has "
@@ -133,9 +127,27 @@ class Layout:
         return self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
 
     @property
-    def is_v(self) -> bool:
-        """Whether the last stage is on the rank of the first one."""
-        return self.schedule_name in _ON_A_V
+    def schedule_cost(self) -> ScheduleCost:
+        """What is known of the schedule without its actions."""
+        return SCHEDULES[self.schedule_name]
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether its bubble is known without a simulation."""
+        return self.schedule_cost.bubble is not None
+
+    @property
+    def head_rank(self) -> int:
+        """The position on ``pp`` that has the last stage."""
+        return 0 if self.schedule_cost.is_v else self.pp - 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank of ``shard`` reduces and keeps a part of the gradients."""
+        return self.shard > 1 and self.sharded in (
+            ShardedStates.GRADIENTS,
+            ShardedStates.PARAMETERS,
+        )
 
     @property
     def num_ranks(self) -> int:

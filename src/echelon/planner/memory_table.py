@@ -38,21 +38,21 @@ class MemoryTable:
         self._model, self._stack = model, stack
         self._loads: dict[tuple[int, int], list[list[_RankLoad]]] = {}
         self._sizes: dict[tuple[int, int, int, Recompute, bool], MicrobatchBytes] = {}
-        self._states: dict[tuple[int, int, int, int, RankParts], list[float]] = {}
+        self._states: dict[tuple[int, int, int, int, int, RankParts], list[float]] = {}
 
-    def peaks(self, family: LayoutFamily) -> list[list[float]]:
-        """Bytes of the rank that needs most: a row for each schedule, a column for each shard."""
+    def peaks(self, family: LayoutFamily) -> list[float]:
+        """Bytes of the rank that needs most, for each layout of a family in their order."""
         base = family.base
         sizes = self._microbatch_bytes(base)
-        rows = []
+        peaks = list[float]()
         for loads in self._rank_loads(family):
-            peaks = []
+            ranks = []
             for parts, under_way in loads:
                 nbytes = rank_activations(sizes, parts, under_way).total
                 states = self._shard_states(base, parts, family.shards)
-                peaks.append([of_states + nbytes for of_states in states])
-            rows.append([max(of_ranks) for of_ranks in zip(*peaks, strict=True)])
-        return rows
+                ranks.append([of_states + nbytes for of_states in states])
+            peaks += map(max, zip(*ranks, strict=True)) if len(ranks) > 1 else ranks[0]
+        return peaks
 
     def _rank_loads(self, family: LayoutFamily) -> list[list[_RankLoad]]:
         base = family.base
@@ -85,7 +85,7 @@ class MemoryTable:
     def _shard_states(
         self, base: Layout, parts: RankParts, shards: tuple[ShardChoice, ...]
     ) -> list[float]:
-        key = (base.tp, base.ep, base.pp, base.dp, parts)
+        key = (base.tp, base.cp, base.ep, base.pp, base.dp, parts)
         states = self._states.get(key)
         if states is None:
             states = [

@@ -22,8 +22,7 @@ from echelon.page import (
 )
 from echelon.pipeline.schedules.render import COLOURS, to_svg
 from echelon.pipeline.schedules.simulate import Simulation
-from echelon.planner.memory_curve import memory_curve
-from echelon.planner.plan_timeline import drawn_microbatches, simulated
+from echelon.planner.plan_timeline import drawn_microbatches, memory_curve, simulated
 from echelon.planner.plan_views import count_text, plan_facts, plan_table, refused_table
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.ranked_plans import Plans
@@ -83,7 +82,7 @@ def _of_fitting(plans: Plans) -> Iterator[str]:
     about = "What the slowest rank does and waits for, added up."
     times = [(str(plan), plan.time.terms(), f"{plan.seconds:.3g} s") for plan in few]
     yield section("Where the time of a step goes", about, _bars(times, _TERMS, "seconds", 1.0))
-    about = f"Of the fullest rank; {best.planned.limit / 2**30:.1f} GiB may be allocated."
+    about = f"Of the fullest rank; {best.limit / 2**30:.1f} GiB may be allocated."
     sizes = [
         (str(plan), plan.memory.categories(), f"{plan.memory.total / 2**30:.1f} GiB")
         for plan in few

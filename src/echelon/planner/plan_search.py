@@ -10,64 +10,40 @@ from typing import final
 
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import MOST_DEVICES, Cluster
-from echelon.planner.device import MOST_BYTES, Device
-from echelon.planner.layout import CHUNKS, HostStates, Layout
-from echelon.planner.layout_space import LayoutFamily, SearchLimits, families, host_bytes
-from echelon.planner.layout_timer import LayoutTimer
+from echelon.planner.device import MOST_BYTES
+from echelon.planner.layout import HostStates, Layout
+from echelon.planner.layout_space import LayoutFamily, LayoutSpace, host_bytes
 from echelon.planner.memory_table import MemoryTable
-from echelon.planner.operations import PlannedModel
+from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.refusal import RefusedPlan
-from echelon.planner.simulated_step import simulated_steps, simulated_time
-from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
-from echelon.planner.step_memory import StepMemory, step_memory
-from echelon.planner.step_time import ROUNDING, StepTime
+from echelon.planner.schedule_cost import SCHEDULES
+from echelon.planner.simulated_step import simulated_time
+from echelon.planner.step_memory import step_memory
+from echelon.planner.step_time import ROUNDING, LayoutTimer, StepTime
 
-# What an allocator keeps besides what is allocated, and what the context of a device takes.
-RESERVED = 0.08
-CONTEXT_BYTES = 1.5e9
 SIMULATED = 50  # layouts that the closed form finds fastest are simulated
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class PlannedLayout:
-    """A layout with what it takes.
-
-    Attributes:
-        layout: the degrees of all axes.
-        time: of a step.
-        memory: of the rank that needs most.
-        limit: bytes that may be allocated on one device.
-    """
-
-    layout: Layout
-    time: StepTime
-    memory: StepMemory
-    limit: float
+_MOST_TIMES = 2**12
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The fastest layouts, and how many there were.
+    """The best plans, and how many there were.
 
     Attributes:
-        best: from the fastest on.
+        best: from the best on.
         nearest: the layout that needs least memory, of those that do not fit; None if all fit.
         num_layouts: that divide the ranks and the batch.
         num_fitting: of these within the memory.
     """
 
-    best: tuple[PlannedLayout, ...]
+    best: tuple[PricedPlan, ...]
     nearest: RefusedPlan | None
     num_layouts: int
     num_fitting: int
 
 
-def search(
-    model: PlannedModel, cluster: Cluster, stack: SoftwareStack, limits: SearchLimits
-) -> SearchResult:
+def search(space: LayoutSpace) -> SearchResult:
     """The fastest layouts that fit.
 
     Families of layouts are looked at from the one with the smallest lower bound on, until the bound
@@ -79,38 +55,60 @@ def search(
         ArgumentError: no layout divides the ranks and the batch, or states are to be offloaded to
             hosts of unknown memory.
     """
-    if cluster.host is None and limits.fixed.get("offload", "none") != "none":
+    limits, limit = space.limits, space.limit
+    if space.cluster.host is None and limits.offload != "none":
         raise ArgumentError(
-            f"offload is {limits.fixed['offload']!r}, and the memory of the hosts is not known: "
+            f"offload is {limits.offload!r}, and the memory of the hosts is not known: "
             "give host in the cluster's file"
         )
-    limit = limits.max_memory
-    if limit is None:
-        limit = usable_bytes(cluster.device)
-    memory = MemoryTable(model, stack)
-    fitting, count = list[LayoutFamily](), _Count()
-    for family in families(model, cluster, limits):
-        if count.add(family, memory.peaks(family), limit):
+    memory, fitting = MemoryTable(space.model, space.stack), list[LayoutFamily]()
+    num_layouts = num_fitting = 0
+    least, nearest = math.inf, None
+    for family in space.families():
+        peaks = memory.peaks(family)
+        above = [peak for peak in peaks if peak > limit]
+        num_layouts += len(peaks)
+        num_fitting += len(peaks) - len(above)
+        if len(above) < len(peaks):
             fitting.append(family)
-    if not count.num_layouts:
-        raise ArgumentError(_why_no_layout(model, cluster, limits))
-    timer = LayoutTimer(model, cluster, stack)
+        if above and min(above) < least:
+            least = min(above)
+            nearest = family, peaks.index(least)
+    if not num_layouts:
+        raise ArgumentError(_why_no_layout(space))
+    timer = LayoutTimer(space.model, space.cluster, space.stack)
     ranked = fastest(timer, memory, fitting, limit, max(SIMULATED, limits.keep))
-    simulated = sorted(simulated_steps(timer, ranked), key=_order)
+    timed = [(layout, simulated_time(timer, layout, time)) for layout, time in ranked]
+    timed.sort(key=_order)
     return SearchResult(
-        best=tuple(
-            PlannedLayout(
-                layout=layout, time=time, memory=step_memory(model, layout, stack), limit=limit
-            )
-            for layout, time in simulated[: limits.keep]
-        ),
-        nearest=count.nearest(model, stack, limit),
-        num_layouts=count.num_layouts,
-        num_fitting=count.num_fitting,
+        best=tuple(priced(space, layout, time) for layout, time in timed[: limits.keep]),
+        nearest=nearest and refused(space, [*nearest[0].layouts()][nearest[1]]),
+        num_layouts=num_layouts,
+        num_fitting=num_fitting,
     )
 
 
-def _why_no_layout(model: PlannedModel, cluster: Cluster, limits: SearchLimits) -> str:
+def priced(space: LayoutSpace, layout: Layout, time: StepTime) -> PricedPlan:
+    """A layout that fits, with what it takes."""
+    return PricedPlan(
+        model=space.model,
+        cluster=space.cluster,
+        stack=space.stack,
+        layout=layout,
+        time=time,
+        memory=step_memory(space.model, layout, space.stack),
+        limit=space.limit,
+    )
+
+
+def refused(space: LayoutSpace, layout: Layout) -> RefusedPlan:
+    """A layout that does not fit, with what it would take."""
+    memory = step_memory(space.model, layout, space.stack)
+    return RefusedPlan(layout=layout, memory=memory, limit=space.limit)
+
+
+def _why_no_layout(space: LayoutSpace) -> str:
+    model, cluster, limits = space.model, space.cluster, space.limits
     sentence = (
         f"no plan divides {cluster.num_devices} devices, {model.layers} blocks, {model.heads} "
         f"heads and a global batch of {limits.global_batch}"
@@ -118,17 +116,17 @@ def _why_no_layout(model: PlannedModel, cluster: Cluster, limits: SearchLimits) 
         + ": change the batch or the fixed axes"
         + (", or look at tp, cp and ep with axes='all'" if limits.plans_only else "")
     )
-    if cluster.host is None or limits.fixed.get("offload", "none") == "none":
+    if cluster.host is None or limits.offload == "none":
         return sentence
-    roomy = replace(cluster, host=replace(cluster.host, memory=MOST_BYTES))
+    roomy = space.on(replace(cluster, host=replace(cluster.host, memory=MOST_BYTES)))
     needs = [
         host_bytes(model, family.base.pp, choice.shard) * cluster.devices_per_host
-        for family in families(model, roomy, limits)
+        for family in roomy.families()
         for choice in family.shards
     ]
     if needs:
         return (
-            f"offload is {limits.fixed['offload']!r}, for which a host would keep "
+            f"offload is {limits.offload!r}, for which a host would keep "
             f"{min(needs) / 2**30:.1f} GiB or more, and it has {cluster.host.memory / 2**30:.1f} "
             "GiB: take more hosts, or do not offload"
         )
@@ -138,9 +136,15 @@ def _why_no_layout(model: PlannedModel, cluster: Cluster, limits: SearchLimits) 
     )
 
 
-def usable_bytes(device: Device) -> float:
-    """What may be allocated: the memory without what the allocator reserves and the context."""
-    return max(0.0, device.memory - CONTEXT_BYTES) / (1 + RESERVED)
+def fitting_cluster(space: LayoutSpace) -> Cluster | None:
+    """The cluster with 2, 4, 8, ... times as many hosts on which a plan fits; None if none does."""
+    memory, cluster, times = MemoryTable(space.model, space.stack), space.cluster, 2
+    while times <= _MOST_TIMES and cluster.num_devices * times <= MOST_DEVICES:
+        larger = replace(cluster, hosts=cluster.hosts * times)
+        if any(min(memory.peaks(each)) <= space.limit for each in space.on(larger).families()):
+            return larger
+        times *= 2
+    return None
 
 
 def fastest(
@@ -166,16 +170,15 @@ def fastest(
         if bound > best.slowest:
             break
         family = fitting[number]
-        for schedule, row in zip(family.schedules, memory.peaks(family), strict=True):
-            for shard, peak in zip(family.shards, row, strict=True):
-                if peak > limit:
-                    continue
-                layout = family.layout(schedule, shard)
-                time = timer.step_time(layout)
-                if layout.schedule_name not in WITHOUT_CLOSED_FORM:
-                    best.add(layout, time)
-                elif time.total * (1 - ROUNDING) <= best.slowest:
-                    bounded.append((time.total * (1 - ROUNDING), len(bounded), layout, time))
+        for choice, peak in zip(family.choices(), memory.peaks(family), strict=True):
+            if peak > limit:
+                continue
+            layout = family.layout(*choice)
+            time = timer.step_time(layout)
+            if layout.has_closed_form:
+                best.add(layout, time)
+            elif time.total * (1 - ROUNDING) <= best.slowest:
+                bounded.append((time.total * (1 - ROUNDING), len(bounded), layout, time))
     for bound, _, layout, time in sorted(bounded):
         if bound > best.slowest:
             break
@@ -203,38 +206,6 @@ class _Fastest:
             del self.entries[self._keep :]
 
 
-class _Count:
-    """How many layouts there are and fit, and which of the others needs least memory."""
-
-    def __init__(self) -> None:
-        self.num_layouts = self.num_fitting = 0
-        self._least: tuple[float, LayoutFamily, int, int] | None = None
-
-    def add(self, family: LayoutFamily, peaks: list[list[float]], limit: float) -> bool:
-        """Count the layouts of a family; whether one of them fits."""
-        num_fitting = 0
-        for row_number, row in enumerate(peaks):
-            above = [peak for peak in row if peak > limit]
-            num_fitting += len(row) - len(above)
-            least = min(above, default=math.inf)
-            if above and (self._least is None or least < self._least[0]):
-                self._least = (least, family, row_number, row.index(least))
-        self.num_layouts += family.num_layouts
-        self.num_fitting += num_fitting
-        return num_fitting > 0
-
-    def nearest(
-        self, model: PlannedModel, stack: SoftwareStack, limit: float
-    ) -> RefusedPlan | None:
-        """The layout that needs least memory of those that do not fit."""
-        if self._least is None:
-            return None
-        _, family, schedule, shard = self._least
-        layout = family.layout(family.schedules[schedule], family.shards[shard])
-        memory = step_memory(model, layout, stack)
-        return RefusedPlan(layout=layout, memory=memory, limit=limit)
-
-
 def _order(timed: tuple[Layout, StepTime]) -> tuple[float, ...]:
     """Time, then the number of axes, then their degrees, then what else is simpler."""
     layout, time = timed
@@ -243,25 +214,7 @@ def _order(timed: tuple[Layout, StepTime]) -> tuple[float, ...]:
     simpler = (
         offloads,
         layout.sharded.value,
-        list(CHUNKS).index(layout.schedule_name),
+        list(SCHEDULES).index(layout.schedule_name),
         layout.microbatch,
     )
     return (time.total, sum(degree > 1 for degree in degrees), *map(float, degrees + simpler))
-
-
-_MOST_TIMES = 2**12
-
-
-def fitting_cluster(
-    model: PlannedModel, cluster: Cluster, stack: SoftwareStack, limits: SearchLimits
-) -> Cluster | None:
-    """The cluster with 2, 4, 8, ... times as many hosts on which a plan fits; None if none does."""
-    limit = usable_bytes(cluster.device) if limits.max_memory is None else limits.max_memory
-    memory, times = MemoryTable(model, stack), 2
-    while times <= _MOST_TIMES and cluster.num_devices * times <= MOST_DEVICES:
-        larger = replace(cluster, hosts=cluster.hosts * times)
-        for family in families(model, larger, limits):
-            if min(map(min, memory.peaks(family))) <= limit:
-                return larger
-        times *= 2
-    return None

@@ -16,7 +16,6 @@ from echelon.planner.plan_options import (
     plan_of,
     plan_text,
 )
-from echelon.planner.plan_search import PlannedLayout
 from echelon.planner.refusal import peak_moment
 from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.step_memory import StepMemory
@@ -37,28 +36,19 @@ class PricedPlan:
         model: that is trained.
         cluster: the hosts that the plan uses.
         stack: whose constants were taken.
-        planned: the layout with its time and its memory.
+        layout: the degrees of all axes, microbatches, and what is computed again.
+        time: seconds of a step, by what they go into.
+        memory: bytes of the rank that needs most, by what they are of.
+        limit: bytes that may be allocated on one device.
     """
 
     model: PlannedModel
     cluster: Cluster
     stack: SoftwareStack
-    planned: PlannedLayout
-
-    @property
-    def layout(self) -> Layout:
-        """The degrees of all axes, microbatches, and what is computed again."""
-        return self.planned.layout
-
-    @property
-    def time(self) -> StepTime:
-        """Seconds of a step, by what they go into."""
-        return self.planned.time
-
-    @property
-    def memory(self) -> StepMemory:
-        """Bytes of the rank that needs most, by what they are of."""
-        return self.planned.memory
+    layout: Layout
+    time: StepTime
+    memory: StepMemory
+    limit: float
 
     @property
     def schedule(self) -> str | None:
@@ -135,7 +125,7 @@ class PricedPlan:
         stage = self.memory.rank_stage
         lines.append(
             f"memory of stage {stage} {peak_moment(self.layout, stage)}: "
-            f"{self.memory.total / 2**30:.2f} GiB of {self.planned.limit / 2**30:.2f}"
+            f"{self.memory.total / 2**30:.2f} GiB of {self.limit / 2**30:.2f}"
         )
         for name, nbytes in self.memory.categories().items():
             lines.append(f"  {name:<12} {nbytes / 2**30:>10.2f} GiB")

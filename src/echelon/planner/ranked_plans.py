@@ -8,14 +8,11 @@ from typing import final, overload
 
 from echelon.errors import UnsupportedError
 from echelon.page import html_of
-from echelon.planner.cluster import Cluster
-from echelon.planner.goals import Goal, Ranking, ranking
-from echelon.planner.layout_space import SearchLimits
-from echelon.planner.operations import PlannedModel
-from echelon.planner.plan_search import PlannedLayout, fitting_cluster
+from echelon.planner.goals import Goal, ranking
+from echelon.planner.layout_space import LayoutSpace
+from echelon.planner.plan_search import fitting_cluster
 from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.refusal import RefusedPlan
-from echelon.planner.software_stack import SoftwareStack
 from echelon.planner.survey import Survey, survey
 
 _MOST_REFUSED = 3  # in a sentence
@@ -33,23 +30,11 @@ class Plans(Sequence[PricedPlan]):
         num_fitting: how many of these fit.
     """
 
-    def __init__(
-        self,
-        model: PlannedModel,
-        cluster: Cluster,
-        stack: SoftwareStack,
-        limits: SearchLimits,
-        goal: Goal,
-    ) -> None:
-        self.model, self.cluster, self.goal = model, cluster, goal
-        self._stack, self._limits = stack, limits
-        self._ranking: Ranking = ranking(model, cluster, stack, limits, goal)
-        self.num_layouts = self._ranking.num_layouts
-        self.num_fitting = self._ranking.num_fitting
-        self._plans = [
-            PricedPlan(model=model, cluster=place, stack=stack, planned=planned)
-            for place, planned in self._ranking.best
-        ]
+    def __init__(self, space: LayoutSpace, goal: Goal) -> None:
+        self.model, self.cluster, self.goal = space.model, space.cluster, goal
+        self._space, result = space, ranking(space, goal)
+        self.num_layouts, self.num_fitting = result.num_layouts, result.num_fitting
+        self._plans = list(result.best)
 
     @property
     def best(self) -> PricedPlan:
@@ -72,7 +57,7 @@ class Plans(Sequence[PricedPlan]):
     def how_many_fit(self) -> str:
         """A sentence with the devices on which a plan would fit."""
         device = self.cluster.device.name
-        larger = fitting_cluster(self.model, self.cluster, self._stack, self._limits)
+        larger = fitting_cluster(self._space)
         if larger is None:
             return (
                 f"No number of {device} would do with this batch and these limits: one with more "
@@ -91,17 +76,11 @@ class Plans(Sequence[PricedPlan]):
     @property
     def pareto(self) -> tuple[PricedPlan, ...]:
         """The plans of which none is both faster and smaller, from the fastest on."""
-        return tuple(self._priced(planned) for planned in self._survey.pareto)
+        return self._survey.pareto
 
     @cached_property
     def _survey(self) -> Survey:
-        every = (self.model, self.cluster, self._stack, self._limits, self._ranking.limit)
-        return survey(*every, [plan.planned for plan in self if plan.cluster == self.cluster])
-
-    def _priced(self, planned: PlannedLayout) -> PricedPlan:
-        return PricedPlan(
-            model=self.model, cluster=self.cluster, stack=self._stack, planned=planned
-        )
+        return survey(self._space, [plan for plan in self if plan.cluster == self.cluster])
 
     @overload
     def __getitem__(self, index: int) -> PricedPlan: ...

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from echelon.pipeline.schedules.families import schedule
-from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, WEIGHT
+from echelon.pipeline.schedules.dataflow import KEPT
 from echelon.planner.layout import Layout
 from echelon.planner.plan_options import layout_text
-from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM, microbatches_under_way
+from echelon.planner.simulated_step import actions_of
+from echelon.planner.stage_schedule import microbatches_under_way
 from echelon.planner.step_memory import StepMemory
 
 _MOST_CATEGORIES = 3
@@ -73,7 +73,7 @@ def peak_moment(layout: Layout, stage: int) -> str:
     """
     num_forwards = layout.microbatches * layout.chunks
     under_way = int(microbatches_under_way(layout, stage))
-    if layout.schedule_name in WITHOUT_CLOSED_FORM:
+    if not layout.has_closed_form:
         return f"after forward {_forwards_at_peak(layout, stage)} of {num_forwards}"
     if under_way < num_forwards:
         return f"after forward {under_way + 1} of {num_forwards}"
@@ -86,16 +86,13 @@ def _forwards_at_peak(layout: Layout, rank: int) -> int:
     Where it never has both, when it first has most activations.
     """
     microbatches = min(layout.microbatches, _ROUNDS * layout.pp)
-    stages = layout.pp * layout.chunks
-    orders = schedule(layout.schedule_name, stages, microbatches, layout.pp).orders
+    most = microbatches_under_way(layout, rank)
     alive = forwards = without_gradients = 0
-    for action in orders[rank]:
-        if action.kind is FORWARD:
-            alive, forwards = alive + 1, forwards + 1
-            if alive == microbatches_under_way(layout, rank):
-                if alive < forwards:
-                    return forwards
-                without_gradients = forwards
-        elif action.kind in (WEIGHT, BACKWARD):
-            alive -= 1
+    for action in actions_of(layout, microbatches).orders[rank]:
+        change = KEPT.get(action.kind, 0)
+        alive, forwards = alive + change, forwards + (change > 0)
+        if change > 0 and alive == most:
+            if alive < forwards:
+                return forwards
+            without_gradients = forwards
     return without_gradients

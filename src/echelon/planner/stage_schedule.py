@@ -7,13 +7,9 @@ from itertools import accumulate
 
 from echelon.errors import ArgumentError
 from echelon.planner.layout import Layout
+from echelon.planner.schedule_cost import SCHEDULES
 
-# Schedules that split a backward are taken with at least so many microbatches for each rank: with
-# fewer, the closed forms are not those of the action lists.
-_ROUNDS = {"zb-h2": 2, "zb-v": 2, "dualpipe-v": 2, "v-half": 2}
-# Their bubble is known from a simulation only.
-WITHOUT_CLOSED_FORM = ("dualpipe-v", "v-half", "v-min")
-_SPLIT = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2, "v-half": 2, "v-min": 2}
+_SEARCHED_CHUNKS = (1, 2, 4)
 
 
 def schedule_choices(pp: int, layers: int, microbatches: int) -> list[tuple[str | None, int]]:
@@ -25,13 +21,12 @@ def schedule_choices(pp: int, layers: int, microbatches: int) -> list[tuple[str 
     """
     if pp == 1:
         return [(None, 1)]
-    if microbatches < pp:
-        return []
-    choices: list[tuple[str | None, int]] = [(None, v) for v in (1, 2, 4) if layers >= pp * v]
-    for name, chunks in _SPLIT.items():
-        if layers >= pp * chunks and microbatches >= _ROUNDS.get(name, 1) * pp:
-            choices.append((name, chunks))
-    return choices
+    return [
+        (name if cost.is_named else None, chunks)
+        for name, cost in SCHEDULES.items()
+        for chunks in cost.chunks
+        if chunks in _SEARCHED_CHUNKS and layers >= pp * chunks and microbatches >= cost.rounds * pp
+    ]
 
 
 def bubble_of_a_stage(layout: Layout, forward: float, inputs: float, weights: float) -> float:
@@ -43,28 +38,16 @@ def bubble_of_a_stage(layout: Layout, forward: float, inputs: float, weights: fl
         inputs: seconds of the gradients of its inputs.
         weights: seconds of the gradients of its weights.
 
-    Returns:
-        1F1B: all three (Narayanan et al., arXiv 2104.04473, section 2.2), interleaved: so much
-        divided by the chunks; the zero-bubble schedules fill it with gradients of weights (Qi et
-        al., arXiv 2401.10241, table 2, where each rank ends alone; here the last one counts).
-
     Example:
         >>> bubble_of_a_stage(Layout(pp=4, microbatches=8), 1.0, 1.0, 1.0)
         3.0
         >>> bubble_of_a_stage(Layout(pp=4, microbatches=8, schedule="zb-h1"), 1.0, 1.0, 1.0)
         1.0
     """
-    match layout.schedule_name:
-        case "zb-h1":
-            return forward + max(0.0, inputs - weights)
-        case "zb-h2":
-            return forward + max(0.0, inputs - 2 * weights)
-        case "zb-v":
-            return max(forward / 2, inputs / 2, inputs - weights)
-        case name if name in WITHOUT_CLOSED_FORM:
-            raise ArgumentError(f"schedule {name!r} has no closed form: simulate it")
-        case _:
-            return (forward + inputs + weights) / layout.chunks
+    bubble = layout.schedule_cost.bubble
+    if bubble is None:
+        raise ArgumentError(f"schedule {layout.schedule_name!r} has no closed form: simulate it")
+    return bubble(forward, inputs, weights, layout.chunks)
 
 
 def least_bubble(
@@ -99,30 +82,12 @@ def least_bubble(
 def microbatches_under_way(layout: Layout, rank: int) -> int:
     """Most activations of one microbatch in one stage that a rank keeps at the same time.
 
-    As ``echelon.pipeline.schedules.simulate`` counts them on the action lists. With ``chunks``
-    stages for a rank the first rank keeps p - 1 more (Korthikanti et al., arXiv 2205.05198, section
-    4.2.3).
+    As ``echelon.pipeline.schedules.simulate`` counts them on the action lists.
 
     Example:
         >>> layout = Layout(pp=4, microbatches=8)
         >>> [microbatches_under_way(layout, rank) for rank in range(4)]
         [4, 3, 2, 1]
     """
-    pp, chunks = layout.pp, layout.chunks
-    match layout.schedule_name:
-        case "zb-h1" | "zb-v":
-            most = pp * chunks
-        case "dualpipe-v":
-            most = 2 * pp + 1
-        case "v-half":
-            most = 2 * ((pp + 2) // 2)
-        case "v-min":
-            # With 3n - 1 ranks, the first one gets gradients before it needs all its room.
-            most = 2 * ((pp + 4) // 3) - (rank == 0 and pp % 3 == 2)
-        case "zb-h2":
-            most = 2 * pp - 1
-        case "interleaved":
-            most = pp * chunks + pp - 1 - 2 * rank
-        case _:
-            most = pp - rank
-    return min(layout.microbatches * chunks, most)
+    most = layout.schedule_cost.under_way(layout.pp, layout.chunks, rank)
+    return min(layout.microbatches * layout.chunks, most)

@@ -91,7 +91,7 @@ class RankParts(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, blocks: Sequence[int], rank: int) -> RankParts:
         """Those of a rank of ``pp``."""
-        return cls(blocks[rank], rank == 0, rank == (0 if layout.is_v else layout.pp - 1))
+        return cls(blocks[rank], rank == 0, rank == layout.head_rank)
 
 
 class RankStates(NamedTuple):
@@ -139,7 +139,7 @@ def rank_states(
     block_bytes = width * _block_elements(model, layout)
     whole_parameters = sharded is not ShardedStates.PARAMETERS
     gradient_bytes = stack.gradient_bytes
-    divided = shard if sharded in (ShardedStates.GRADIENTS, ShardedStates.PARAMETERS) else 1
+    divided = shard if layout.shards_gradients else 1
     gathered = 0.0 if whole_parameters or shard == 1 else 2 * block_bytes
     trained = model.trained_share * elements
     reduced_bytes = model.trained_share * gradient_bytes / width * block_bytes

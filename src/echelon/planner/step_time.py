@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from operator import attrgetter
 from typing import final
 
-from echelon.planner.cluster import Cluster
-from echelon.planner.collective_time import Rings
-from echelon.planner.compute_time import Seconds
-from echelon.planner.cost_table import CostTable
-from echelon.planner.host_memory import HostMemory
-from echelon.planner.layout import HostStates, Layout, ShardedStates
-from echelon.planner.operations import PlannedModel
+from echelon.planner.cluster import Cluster, HostMemory
+from echelon.planner.collective_time import Rings, ring
+from echelon.planner.compute_time import Seconds, work_seconds
+from echelon.planner.layout import HostStates, Layout, Recompute, ShardedStates
+from echelon.planner.operations import WIDTH, PlannedModel, block_work, head_work
 from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import (
-    WITHOUT_CLOSED_FORM,
-    bubble_of_a_stage,
-    least_bubble,
-)
+from echelon.planner.stage_schedule import bubble_of_a_stage, least_bubble
 from echelon.planner.stage_time import (
     BlockTime,
     blocks_of_ranks,
     costs_of_stages,
-    host_copies,
     parts_of_block,
     stage_seconds,
 )
@@ -36,6 +31,9 @@ _OPTIMIZER_BYTES, _WEIGHT_BYTES = 38, 4
 # a gradient of a microbatch is read in 16 bits and added in 32.
 _HOST_BYTES, _ADDITION_BYTES = 34, 10
 _BUCKET_BYTES = 25e6  # of gradients that are reduced while the backward runs, the default of DDP
+# All that the times of a block and of a head depend on.
+_OF_BLOCK = attrgetter("tp", "cp", "ep", "microbatch", "recompute", "sequence_parallel")
+_OF_HEAD = attrgetter("tp", "cp", "microbatch")
 ROUNDING = 1e-12  # sums of the same terms in another order differ by less
 
 
@@ -86,187 +84,279 @@ def step_time(
     cluster: Cluster,
     stack: SoftwareStack,
     blocks: Sequence[int] | None = None,
-    table: CostTable | None = None,
 ) -> StepTime:
-    """The time of one step.
+    """The time of one step of one layout, as ``LayoutTimer.step_time``."""
+    return LayoutTimer(model, cluster, stack).step_time(layout, blocks)
 
-    Args:
-        blocks: of each rank of ``pp``; None: stages are cut evenly.
-        table: of this model, cluster and stack, where many layouts are looked at.
 
-    Returns:
-        the terms of the rank with the slowest stages. All its microbatches take it the time of the
-        computing terms; until its first and after its last microbatch it waits for the other
-        ranks, as long as the schedule says. Of a schedule without a closed form that is the least
-        that it can be, and ``simulated_steps`` has the rest.
+@final
+class LayoutTimer:
+    """How long steps of a model take on a cluster; what many layouts share is computed once.
+
+    Attributes:
+        model: that is trained.
+        cluster: on which.
+        stack: by which software.
+        bubbles: of simulated pipelines, by what they depend on.
     """
-    table = CostTable(model, cluster, stack) if table is None else table
-    rings, head = table.rings(layout), table.head(layout)
-    block = table.block(layout, rings)
-    counts = blocks_of_ranks(model.layers, layout) if blocks is None else list(blocks)
-    hop = layout.chunks * exposed_message(model, layout, cluster, stack, rings)
-    head_rank = 0 if layout.is_v else layout.pp - 1
-    stages = stage_seconds(counts, block.total, head.total, hop, head_rank)
-    slowest = max(range(layout.pp), key=stages.__getitem__)
-    bubble = _bubble(model, layout, block, stages, head=head.total, hop=hop)
-    compute = _compute(block, head, counts[slowest], has_head=slowest == head_rank)
-    compute = compute.times(layout.microbatches)
-    exchange = layout.microbatches * counts[slowest] * block.exchanged
-    edges = _edges(model, layout, cluster, stack, rings)
-    gather = layout.microbatches * (counts[slowest] * block.waiting + edges)
-    busy = compute.total + exchange + gather + 2 * layout.microbatches * hop + bubble
-    backward = counts[slowest] * block.backward.total
-    return StepTime(
-        matmul=compute.matmul,
-        attention=compute.attention,
-        memory=compute.memory,
-        launch=compute.launch,
-        exchange=exchange,
-        gather=gather,
-        message=2 * layout.microbatches * hop,
-        bubble=bubble,
-        reduce=_reduce(model, layout, stack, rings, max(counts), backward),
-        optimizer=_optimizer(model, layout, cluster, stack, max(counts)),
-        other=stack.rates.step_s + busy * drift_of(layout, cluster, stack),
-    )
 
+    def __init__(self, model: PlannedModel, cluster: Cluster, stack: SoftwareStack) -> None:
+        self.model, self.cluster, self.stack = model, cluster, stack
+        self.bubbles: dict[object, float] = {}
+        self._ring = cache(partial(ring, cluster=cluster, rates=stack.rates))
+        self._blocks: dict[object, BlockTime] = {}
+        self._heads: dict[object, Seconds] = {}
 
-def least_seconds(
-    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, table: CostTable
-) -> float:
-    """No choice of ``shard``, ``sharded``, ``schedule`` and ``chunks`` makes a step faster.
+    def step_time(self, layout: Layout, blocks: Sequence[int] | None = None) -> StepTime:
+        """The time of one step.
 
-    It has the computing terms of the slowest rank and the exchanges, and what grows with them;
-    waiting, messages, bubble, reductions and the optimizer are taken as nothing.
-    """
-    block = table.computed_block(layout, table.rings(layout)).computed
-    fewest, most = model.layers // layout.pp, -(-model.layers // layout.pp)
-    slowest = max(most * block, fewest * block + table.head(layout).total)
-    busy = layout.microbatches * slowest * (1 + drift_of(layout, cluster, stack))
-    return (busy + stack.rates.step_s) * (1 - ROUNDING)
+        Args:
+            blocks: of each rank of ``pp``; None: stages are cut evenly.
 
+        Returns:
+            the terms of the rank with the slowest stages. All its microbatches take it the time of
+            the computing terms; until its first and after its last microbatch it waits for the
+            other ranks, as long as the schedule says. Of a schedule without a closed form that is
+            the least that it can be, and ``simulated_time`` has the rest.
+        """
+        rings, head = self.rings(layout), self.head(layout)
+        block = self.block(layout, rings)
+        counts = blocks_of_ranks(self.model.layers, layout) if blocks is None else list(blocks)
+        hop = layout.chunks * self.message(layout, rings)
+        stages = stage_seconds(counts, block.total, head.total, hop, layout.head_rank)
+        slowest = max(range(layout.pp), key=stages.__getitem__)
+        bubble = self._bubble(layout, block, stages, head=head.total, hop=hop)
+        compute = block.forward.plus(block.backward).times(counts[slowest])
+        compute = compute.plus(head) if slowest == layout.head_rank else compute
+        compute = compute.times(layout.microbatches)
+        exchange = layout.microbatches * counts[slowest] * block.exchanged
+        edges = self._edges(layout, rings)
+        gather = layout.microbatches * (counts[slowest] * block.waiting + edges)
+        message = 2 * layout.microbatches * hop
+        busy = compute.total + exchange + gather + message + bubble
+        blocks_parameters = max(counts) * self.model.block_parameters
+        elements = (blocks_parameters + self.model.embedding_parameters) / layout.tp
+        backward = counts[slowest] * block.backward.total
+        return StepTime(
+            **compute._asdict(),
+            exchange=exchange,
+            gather=gather,
+            message=message,
+            bubble=bubble,
+            reduce=self._reduce(layout, rings, elements, backward),
+            optimizer=self._optimizer(layout, elements),
+            other=self.stack.rates.step_s + busy * self.drift(layout),
+        )
 
-def _bubble(
-    model: PlannedModel,
-    layout: Layout,
-    block: BlockTime,
-    stages: Sequence[float],
-    *,
-    head: float,
-    hop: float,
-) -> float:
-    """By the closed form of the schedule, or the least that it can be."""
-    if layout.schedule_name not in WITHOUT_CLOSED_FORM:
-        return (sum(stages) - max(stages)) * bubble_part(layout, block)
-    costs = costs_of_stages(model.layers, layout, block, head, hop / layout.chunks)
-    return least_bubble(layout, costs, [layout.microbatches * stage for stage in stages])
+    def least_seconds(self, layout: Layout) -> float:
+        """No choice of ``shard``, ``sharded``, ``schedule`` and ``chunks`` makes a step faster.
 
+        It has the computing terms of the slowest rank and the exchanges, and what grows with them;
+        waiting, messages, bubble, reductions and the optimizer are taken as nothing.
+        """
+        block = self.computed_block(layout, self.rings(layout)).computed
+        fewest, most = self.model.layers // layout.pp, -(-self.model.layers // layout.pp)
+        slowest = max(most * block, fewest * block + self.head(layout).total)
+        busy = layout.microbatches * slowest * (1 + self.drift(layout))
+        return (busy + self.stack.rates.step_s) * (1 - ROUNDING)
 
-def bubble_part(layout: Layout, block: BlockTime) -> float:
-    """The bubble as a part of the time that the other ranks take for one microbatch."""
-    forward, inputs, weights = parts_of_block(layout, block)
-    total = forward + inputs + weights
-    return bubble_of_a_stage(layout, forward, inputs, weights) / total
+    def stage_costs(self, layout: Layout) -> dict[str, list[float]]:
+        """As ``costs_of_stages``."""
+        rings = self.rings(layout)
+        hop = self.message(layout, rings)
+        block, head = self.block(layout, rings), self.head(layout).total
+        return costs_of_stages(self.model.layers, layout, block, head, hop)
 
+    def rings(self, layout: Layout) -> Rings:
+        """Where the axes lie: ``tp`` is the fastest, then ``cp``, ``shard``, ``dp`` and ``pp``."""
+        inner = layout.tp * layout.cp
+        outer = inner * layout.shard
+        return Rings(
+            tp=self._ring(layout.tp, 1),
+            cp=self._ring(layout.cp, layout.tp),
+            ep=self._ring(layout.ep, inner),
+            shard=self._ring(layout.shard, inner),
+            dp=self._ring(layout.dp, outer),
+            message=self._ring(min(2, layout.pp), outer * layout.dp),
+        )
 
-def drift_of(layout: Layout, cluster: Cluster, stack: SoftwareStack) -> float:
-    """By which part a step takes longer on so many hosts."""
-    hosts = max(1.0, layout.num_ranks / cluster.devices_per_host)
-    return stack.rates.drift * math.log2(hosts)
+    def block(self, layout: Layout, rings: Rings) -> BlockTime:
+        """One microbatch in one block, in a forward and a backward, with what it waits for."""
+        block = self.computed_block(layout, rings)
+        waiting = self._waiting(layout, rings, block)
+        return block._replace(waiting=waiting) if waiting else block
 
+    def computed_block(self, layout: Layout, rings: Rings) -> BlockTime:
+        """One microbatch in one block without waiting for its parameters and their gradients."""
+        key = _OF_BLOCK(layout)
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = self._compute_block(layout, rings)
+        return block
 
-def _compute(block: BlockTime, head: Seconds, count: int, *, has_head: bool) -> Seconds:
-    seconds = block.forward.plus(block.backward).times(count)
-    return seconds.plus(head) if has_head else seconds
+    def head(self, layout: Layout) -> Seconds:
+        """One microbatch in embedding, head and loss, in a forward and a backward."""
+        key = _OF_HEAD(layout)
+        head = self._heads.get(key)
+        if head is None:
+            work = head_work(self.model, layout, self.stack.rates)
+            head = self._heads[key] = work_seconds(work, self.cluster.device, self.stack)
+        return head
 
+    def message(self, layout: Layout, rings: Rings) -> float:
+        """The part of one message between stages that no computation hides.
 
-def exposed_message(
-    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
-) -> float:
-    """The part of one message between stages that no computation hides.
+        With ``tp``, each rank sends its part of what they all have, and they gather it in the next
+        stage (Narayanan et al., arXiv 2104.04473, section 4.1).
+        """
+        if layout.pp == 1:
+            return 0.0
+        cluster, stack, model = self.cluster, self.stack, self.model
+        nbytes = stack.parameter_bytes * layout.microbatch * model.seq / layout.cp * model.hidden
+        rate = cluster.network * stack.rates.network / cluster.devices_per_host
+        if not rings.message.between_hosts:
+            rate = cluster.device.link * stack.rates.bus
+        sent = stack.rates.message * nbytes / layout.tp / rate + rings.message.latency
+        return sent + (0.0 if layout.sequence_parallel else rings.tp.one_pass(nbytes))
 
-    With ``tp``, each rank sends its part of what they all have, and they gather it in the next
-    stage (Narayanan et al., arXiv 2104.04473, section 4.1).
-    """
-    if layout.pp == 1:
-        return 0.0
-    nbytes = stack.parameter_bytes * layout.microbatch * model.seq / layout.cp * model.hidden
-    rate = cluster.network * stack.rates.network / cluster.devices_per_host
-    if not rings.message.between_hosts:
-        rate = cluster.device.link * stack.rates.bus
-    sent = stack.rates.message * nbytes / layout.tp / rate + rings.message.latency
-    return sent + (0.0 if layout.sequence_parallel else rings.tp.one_pass(nbytes))
+    def drift(self, layout: Layout) -> float:
+        """By which part a step takes longer on so many hosts."""
+        hosts = max(1.0, layout.num_ranks / self.cluster.devices_per_host)
+        return self.stack.rates.drift * math.log2(hosts)
 
+    def host_copies(self, layout: Layout, elements: float) -> tuple[float, float]:
+        """Seconds in which the shard of so many elements comes from the host, and its gradient
+        goes there; 0 where the device keeps them."""
+        if layout.offload is HostStates.NOTHING or self.cluster.host is None:
+            return 0.0, 0.0
+        shard = elements / layout.shard / self.cluster.host.link
+        comes = self.stack.parameter_bytes * shard if layout.offload is HostStates.ALL else 0.0
+        return comes, self.stack.gradient_bytes * shard
 
-def _edges(
-    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, rings: Rings
-) -> float:
-    """Gathers and reductions of embedding and head, and those of the first block: nothing is
-    computed meanwhile."""
-    if layout.shard == 1 or layout.sharded not in (
-        ShardedStates.PARAMETERS,
-        ShardedStates.GRADIENTS,
-    ):
-        return 0.0
-    edge = (model.embedding_parameters + model.head_parameters) / layout.tp / layout.pp
-    block = model.block_parameters / layout.tp
-    width = stack.parameter_bytes
-    gathers = rings.shard.one_pass(width * edge) * 2 + rings.shard.one_pass(width * block)
-    from_host, to_host = host_copies(layout, cluster, stack, edge)
-    block_from_host, block_to_host = host_copies(layout, cluster, stack, block)
-    copies = 2 * from_host + to_host + block_from_host + block_to_host
-    return copies + gathers + rings.shard.one_pass(stack.gradient_bytes * (edge + block))
+    def _compute_block(self, layout: Layout, rings: Rings) -> BlockTime:
+        """With ``tp``, a forward has two all-reduces of the residual stream, and so has a backward
+        (Shoeybi et al., arXiv 1909.08053, section 3). With sequence parallelism each is a
+        reduce-scatter and an all-gather, which move as much (Korthikanti et al., arXiv 2205.05198,
+        section 4.2.2).
+        """
+        passes = block_work(self.model, layout, self.stack)
+        seconds = partial(work_seconds, device=self.cluster.device, stack=self.stack)
+        exchange = self._exchange(layout, rings)
+        forward = seconds(passes.forward, exchanged=exchange)
+        backward = seconds(passes.backward, exchanged=exchange)
+        weights = backward.matmul / 2  # the other half are gradients of inputs
+        runs = 2  # one in the forward, one in the backward
+        if layout.recompute is Recompute.BLOCKS:
+            work = passes.backward.plus(passes.forward)
+            backward = seconds(work, exchanged=2 * exchange)
+            runs += 1
+        elif layout.recompute is Recompute.ATTENTION:
+            backward = backward.plus(Seconds(attention=forward.attention))
+        return BlockTime(forward, backward, runs * exchange, weights)
 
-
-def _reduce(
-    model: PlannedModel,
-    layout: Layout,
-    stack: SoftwareStack,
-    rings: Rings,
-    count: int,
-    backward: float,
-) -> float:
-    """Waiting for the reduction of gradients that no backward hides; 0 where shards are reduced."""
-    if layout.shard > 1 and layout.sharded in (ShardedStates.PARAMETERS, ShardedStates.GRADIENTS):
-        return 0.0
-    elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
-    nbytes = stack.gradient_bytes * elements
-    buckets = math.ceil(nbytes / _BUCKET_BYTES) if stack.overlaps_reduction else 1
-    bucket = nbytes / buckets
-    shards = 2 * rings.shard.one_pass(bucket)  # gradients are scattered, and weights gathered
-    seconds = buckets * (shards + rings.dp.all_reduce(bucket / layout.shard))
-    if not stack.overlaps_reduction:
+    def _exchange(self, layout: Layout, rings: Rings) -> float:
+        """Seconds of collectives of one pass through a block, forward or backward."""
+        model = self.model
+        tokens = layout.microbatch * model.seq / layout.cp
+        nbytes = WIDTH * tokens * model.hidden
+        seconds = 2 * rings.tp.all_reduce(nbytes)
+        if layout.cp > 1:  # keys and values go round (Liu et al., arXiv 2310.01889, section 3)
+            kv_bytes = 2 * WIDTH * tokens * model.kv_heads * model.head_dim / layout.tp
+            seconds += rings.cp.one_pass(kv_bytes * layout.cp)
+        if layout.ep > 1:  # tokens go to their experts and back
+            seconds += 2 * rings.ep.one_pass(nbytes * model.active_experts)
         return seconds
-    hidden = min(seconds * 0.9, backward)  # of the last microbatch; the last bucket is never hidden
-    return seconds - hidden + stack.rates.contention * hidden
 
+    def _waiting(self, layout: Layout, rings: Rings, block: BlockTime) -> float:
+        """Seconds in which a block waits for its parameters or for the reduction of its gradients.
 
-def _optimizer(
-    model: PlannedModel, layout: Layout, cluster: Cluster, stack: SoftwareStack, count: int
-) -> float:
-    elements = (count * model.block_parameters + model.embedding_parameters) / layout.tp
-    shard = elements / (layout.shard if layout.sharded is not ShardedStates.NOTHING else 1)
-    nbytes = _OPTIMIZER_BYTES * shard + _WEIGHT_BYTES * elements
-    if layout.sharded is ShardedStates.PARAMETERS:
-        nbytes = (_OPTIMIZER_BYTES + _WEIGHT_BYTES) * shard
-    if layout.offload is not HostStates.NOTHING and cluster.host is not None:
-        return _on_host(layout, cluster, cluster.host, stack, shard)
-    return nbytes / (cluster.device.bandwidth * stack.rates.optimizer)
+        The next block's gather and the last one's reduction run while this block computes, so the
+        longer one counts, and part of the shorter one, because they share memory and processors. A
+        shard that the host keeps is copied before its gather, and its gradient after its reduction.
+        """
+        if not layout.shards_gradients:
+            return 0.0
+        stack = self.stack
+        forward, backward = block.forward.total, block.backward.total
+        elements = self.model.block_parameters / layout.tp
+        gather = rings.shard.one_pass(stack.parameter_bytes * elements)
+        reduce = rings.shard.one_pass(stack.gradient_bytes * elements)
+        reduce += rings.dp.all_reduce(stack.gradient_bytes * elements / layout.shard)
+        from_host, to_host = self.host_copies(layout, elements)
+        gather, reduce = gather + from_host, reduce + to_host
+        gathers_again = layout.sharded is ShardedStates.PARAMETERS
+        contention = stack.rates.contention
 
+        def lost(compute: float, collective: float) -> float:
+            return max(0.0, collective - compute) + contention * min(compute, collective)
 
-def _on_host(
-    layout: Layout, cluster: Cluster, host: HostMemory, stack: SoftwareStack, shard: float
-) -> float:
-    """The update of a shard by the host, and what no computation hides of copies.
+        if not gathers_again and layout.microbatches > 1:
+            return lost(backward, reduce)  # parameters stay whole from one microbatch to the next
+        return lost(forward, gather) + lost(backward, gather * gathers_again + reduce)
 
-    The devices of a host share the bandwidth of its memory. All but sharded gradients are copied
-    after the last backward.
-    """
-    accumulated = 0 if layout.sharded is ShardedStates.OPTIMIZER else layout.microbatches
-    nbytes = _HOST_BYTES + _ADDITION_BYTES * accumulated
-    seconds = nbytes * shard * cluster.devices_per_host / host.bandwidth
-    if layout.sharded is ShardedStates.OPTIMIZER:
-        seconds += stack.gradient_bytes * shard / host.link
-    if layout.offload is HostStates.OPTIMIZER:  # with ALL, each gather copies
-        seconds += stack.parameter_bytes * shard / host.link
-    return seconds
+    def _bubble(
+        self, layout: Layout, block: BlockTime, stages: Sequence[float], *, head: float, hop: float
+    ) -> float:
+        """By the closed form of the schedule, or the least that it can be."""
+        if not layout.has_closed_form:
+            costs = costs_of_stages(self.model.layers, layout, block, head, hop / layout.chunks)
+            return least_bubble(layout, costs, [layout.microbatches * stage for stage in stages])
+        forward, inputs, weights = parts_of_block(layout, block)
+        part = bubble_of_a_stage(layout, forward, inputs, weights) / (forward + inputs + weights)
+        return (sum(stages) - max(stages)) * part
+
+    def _edges(self, layout: Layout, rings: Rings) -> float:
+        """Gathers and reductions of embedding and head, and those of the first block: nothing is
+        computed meanwhile."""
+        if not layout.shards_gradients:
+            return 0.0
+        model, stack = self.model, self.stack
+        edge = (model.embedding_parameters + model.head_parameters) / layout.tp / layout.pp
+        block = model.block_parameters / layout.tp
+        width = stack.parameter_bytes
+        gathers = rings.shard.one_pass(width * edge) * 2 + rings.shard.one_pass(width * block)
+        from_host, to_host = self.host_copies(layout, edge)
+        block_from_host, block_to_host = self.host_copies(layout, block)
+        copies = 2 * from_host + to_host + block_from_host + block_to_host
+        return copies + gathers + rings.shard.one_pass(stack.gradient_bytes * (edge + block))
+
+    def _reduce(self, layout: Layout, rings: Rings, elements: float, backward: float) -> float:
+        """Waiting for the reduction of gradients that no backward hides; 0 where shards are
+        reduced."""
+        if layout.shards_gradients:
+            return 0.0
+        stack = self.stack
+        nbytes = stack.gradient_bytes * elements
+        buckets = math.ceil(nbytes / _BUCKET_BYTES) if stack.overlaps_reduction else 1
+        bucket = nbytes / buckets
+        shards = 2 * rings.shard.one_pass(bucket)  # gradients are scattered, and weights gathered
+        seconds = buckets * (shards + rings.dp.all_reduce(bucket / layout.shard))
+        if not stack.overlaps_reduction:
+            return seconds
+        # Of the last microbatch; the last bucket is never hidden.
+        hidden = min(seconds * 0.9, backward)
+        return seconds - hidden + stack.rates.contention * hidden
+
+    def _optimizer(self, layout: Layout, elements: float) -> float:
+        shard = elements / (layout.shard if layout.sharded is not ShardedStates.NOTHING else 1)
+        nbytes = _OPTIMIZER_BYTES * shard + _WEIGHT_BYTES * elements
+        if layout.sharded is ShardedStates.PARAMETERS:
+            nbytes = (_OPTIMIZER_BYTES + _WEIGHT_BYTES) * shard
+        if layout.offload is not HostStates.NOTHING and self.cluster.host is not None:
+            return self._on_host(layout, self.cluster.host, shard)
+        return nbytes / (self.cluster.device.bandwidth * self.stack.rates.optimizer)
+
+    def _on_host(self, layout: Layout, host: HostMemory, shard: float) -> float:
+        """The update of a shard by the host, and what no computation hides of copies.
+
+        The devices of a host share the bandwidth of its memory. All but sharded gradients are
+        copied after the last backward.
+        """
+        accumulated = 0 if layout.sharded is ShardedStates.OPTIMIZER else layout.microbatches
+        nbytes = _HOST_BYTES + _ADDITION_BYTES * accumulated
+        seconds = nbytes * shard * self.cluster.devices_per_host / host.bandwidth
+        if layout.sharded is ShardedStates.OPTIMIZER:
+            seconds += self.stack.gradient_bytes * shard / host.link
+        if layout.offload is HostStates.OPTIMIZER:  # with ALL, each gather copies
+            seconds += self.stack.parameter_bytes * shard / host.link
+        return seconds

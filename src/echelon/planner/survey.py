@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from operator import itemgetter
+from typing import final
 
-from echelon.planner.cluster import Cluster
 from echelon.planner.layout import Layout
-from echelon.planner.layout_space import LayoutFamily, SearchLimits, families
-from echelon.planner.layout_timer import LayoutTimer
+from echelon.planner.layout_space import LayoutSpace
 from echelon.planner.memory_table import MemoryTable
-from echelon.planner.operations import PlannedModel
-from echelon.planner.plan_search import PlannedLayout
+from echelon.planner.plan_search import priced, refused
+from echelon.planner.priced_plan import PricedPlan
 from echelon.planner.refusal import RefusedPlan
-from echelon.planner.simulated_step import simulated_steps, simulated_time
-from echelon.planner.software_stack import SoftwareStack
-from echelon.planner.stage_schedule import WITHOUT_CLOSED_FORM
-from echelon.planner.step_memory import step_memory
+from echelon.planner.simulated_step import simulated_time
+from echelon.planner.step_time import LayoutTimer
 
 
 @final
@@ -33,85 +30,56 @@ class Survey:
             needs least; from the nearest on.
     """
 
-    smallest: tuple[PlannedLayout, ...]
-    pareto: tuple[PlannedLayout, ...]
+    smallest: tuple[PricedPlan, ...]
+    pareto: tuple[PricedPlan, ...]
     refused: tuple[RefusedPlan, ...]
 
 
-class _Sized(NamedTuple):
-    peak: float
-    layout: Layout
-
-
-def survey(
-    model: PlannedModel,
-    cluster: Cluster,
-    stack: SoftwareStack,
-    limits: SearchLimits,
-    limit: float,
-    best: Iterable[PlannedLayout] = (),
-) -> Survey:
+def survey(space: LayoutSpace, best: Iterable[PricedPlan] = ()) -> Survey:
     """Look at every layout of the space of ``search``.
 
     Args:
-        limit: bytes that may be allocated on one device.
         best: what the search gave. Only layouts that are on the front by the closed form are
             simulated, and the fastest by simulation may be none of them.
     """
-    timer, table = LayoutTimer(model, cluster, stack), MemoryTable(model, stack)
-    front, smallest = Front(), list[_Sized]()
-    refused, kinds = dict[tuple[object, ...], _Sized](), set[tuple[object, ...]]()
-    for family in families(model, cluster, limits):
-        bound = timer.least_seconds(family.base)
-        for sized in _sized(family, table):
-            layout = sized.layout
-            kind = (layout.tp, layout.cp, layout.ep, layout.pp, layout.shard, layout.sharded)
-            if sized.peak > limit:
-                if kind not in refused or sized.peak < refused[kind].peak:
-                    refused[kind] = sized
+    timer = LayoutTimer(space.model, space.cluster, space.stack)
+    memory, limit, keep = MemoryTable(space.model, space.stack), space.limit, space.limits.keep
+    front, smallest = Front(), list[tuple[float, Layout]]()
+    above, kinds = dict[object, tuple[float, Layout]](), set[object]()
+    for family in space.families():
+        base, bound = family.base, timer.least_seconds(family.base)
+        for choice, peak in zip(family.choices(), memory.peaks(family), strict=True):
+            kind = (base.tp, base.cp, base.ep, base.pp, choice[1].shard, choice[1].sharded)
+            if peak > limit:
+                if kind not in above or peak < above[kind][0]:
+                    above[kind] = peak, family.layout(*choice)
                 continue
             kinds.add(kind)
-            if len(smallest) < limits.keep or sized.peak < smallest[-1].peak:
-                bisect.insort(smallest, sized, key=lambda kept: kept.peak)
-                del smallest[limits.keep :]
-            if not front.is_beaten(bound, sized.peak):
-                _add_timed(front, timer, sized)
-
-    nearest = sorted(
-        (sized for kind, sized in refused.items() if kind not in kinds),
-        key=lambda sized: sized.peak,
-    )
-    layouts = [sized.layout for sized in smallest] + [layout for _, _, layout in front.points]
-    timed = simulated_steps(timer, [(layout, timer.step_time(layout)) for layout in layouts])
-    planned = [
-        PlannedLayout(
-            layout=layout, time=time, memory=step_memory(model, layout, stack), limit=limit
-        )
-        for layout, time in timed
+            if len(smallest) < keep or peak < smallest[-1][0]:
+                bisect.insort(smallest, (peak, family.layout(*choice)), key=itemgetter(0))
+                del smallest[keep:]
+            if not front.is_beaten(bound, peak):
+                _add_timed(front, timer, family.layout(*choice), peak)
+    nearest = [sized for kind, sized in above.items() if kind not in kinds]
+    layouts = [layout for _, layout in smallest] + [layout for _, _, layout in front.points]
+    plans = [
+        priced(space, layout, simulated_time(timer, layout, timer.step_time(layout)))
+        for layout in layouts
     ]
     return Survey(
-        smallest=tuple(planned[: len(smallest)]),
-        pareto=tuple(pareto_of([*best, *planned])),
-        refused=tuple(
-            RefusedPlan(
-                layout=sized.layout, memory=step_memory(model, sized.layout, stack), limit=limit
-            )
-            for sized in nearest
-        ),
+        smallest=tuple(plans[: len(smallest)]),
+        pareto=tuple(pareto_of([*best, *plans])),
+        refused=tuple(refused(space, layout) for _, layout in sorted(nearest, key=itemgetter(0))),
     )
 
 
-def pareto_of(planned: Iterable[PlannedLayout]) -> list[PlannedLayout]:
+def pareto_of(plans: Iterable[PricedPlan]) -> list[PricedPlan]:
     """Those of which none is both faster and smaller, from the fastest on."""
-    front: list[PlannedLayout] = []
-    for candidate in sorted(planned, key=lambda plan: (_seconds(plan), plan.memory.total)):
-        if not front or candidate.memory.total < front[-1].memory.total:
-            front.append(candidate)
+    front: list[PricedPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.memory.total)):
+        if not front or plan.memory.total < front[-1].memory.total:
+            front.append(plan)
     return front
-
-
-def _seconds(planned: PlannedLayout) -> float:
-    return planned.time.total
 
 
 class Front:
@@ -144,18 +112,12 @@ class Front:
         self.points[place:end] = [(seconds, nbytes, layout)]
 
 
-def _add_timed(front: Front, timer: LayoutTimer, sized: _Sized) -> None:
+def _add_timed(front: Front, timer: LayoutTimer, layout: Layout, peak: float) -> None:
     """Add a layout; one whose schedule has no closed form is simulated, if its bound is no worse
     than the front."""
-    time = timer.step_time(sized.layout)
-    if sized.layout.schedule_name in WITHOUT_CLOSED_FORM:
-        if front.is_beaten(time.total, sized.peak):
+    time = timer.step_time(layout)
+    if not layout.has_closed_form:
+        if front.is_beaten(time.total, peak):
             return
-        time = simulated_time(timer, sized.layout, time)
-    front.add(time.total, sized.peak, sized.layout)
-
-
-def _sized(family: LayoutFamily, table: MemoryTable) -> Iterator[_Sized]:
-    for schedule, row in zip(family.schedules, table.peaks(family), strict=True):
-        for shard, peak in zip(family.shards, row, strict=True):
-            yield _Sized(peak, family.layout(schedule, shard))
+        time = simulated_time(timer, layout, time)
+    front.add(time.total, peak, layout)

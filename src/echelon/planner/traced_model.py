@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import final
 
 from echelon.errors import UnsupportedError
@@ -180,21 +180,13 @@ def _block_work(model: TracedModel, sequences: int) -> Passes:
 @cache
 def _head_work(model: TracedModel, sequences: int) -> RankWork:
     once, twice = model.once, model.twice
-    works = [
-        _work_at(*pair, sequences)
-        for pair in (
-            (once.embedding.forward, twice.embedding.forward),
-            (once.embedding.backward, twice.embedding.backward),
-            (once.head.forward, twice.head.forward),
-            (once.head.backward, twice.head.backward),
-        )
-    ]
-    return RankWork(
-        multiplications=tuple(product for work in works for product in work.multiplications),
-        attention_flops=sum(work.attention_flops for work in works),
-        moved=sum(work.moved for work in works),
-        kernels=sum(work.kernels for work in works),
+    pairs = (
+        (once.embedding.forward, twice.embedding.forward),
+        (once.embedding.backward, twice.embedding.backward),
+        (once.head.forward, twice.head.forward),
+        (once.head.backward, twice.head.backward),
     )
+    return reduce(RankWork.plus, (_work_at(*pair, sequences) for pair in pairs))
 
 
 def _at(once: float, twice: float, sequences: int) -> float:

@@ -10,10 +10,10 @@ from typing import final
 from echelon.checks import integer, positive
 from echelon.errors import ArgumentError
 from echelon.planner.cluster import Cluster
-from echelon.planner.layout_space import SearchLimits
+from echelon.planner.layout_space import LayoutSpace
 from echelon.planner.operations import PlannedModel
-from echelon.planner.plan_search import PlannedLayout, search
-from echelon.planner.software_stack import SoftwareStack
+from echelon.planner.plan_search import search
+from echelon.planner.priced_plan import PricedPlan
 
 # What a checkpoint has of a parameter: a master weight and two moments of AdamW in float32.
 _SAVED_BYTES = 12
@@ -27,22 +27,20 @@ class ScalePoint:
 
     Attributes:
         cluster: of this size.
-        planned: the best plan; None where there is none.
+        plan: the best one; None where there is none.
         reason: why there is none; empty where there is one.
         tokens: of a step.
     """
 
     cluster: Cluster
-    planned: PlannedLayout | None
+    plan: PricedPlan | None
     reason: str
     tokens: int
 
     @property
     def step_s(self) -> float:
         """Seconds of a step; infinite without a plan."""
-        if self.planned is None or self.planned.time is None:
-            return math.inf
-        return self.planned.time.total
+        return math.inf if self.plan is None else self.plan.seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,37 +52,31 @@ class ScalePoint:
         return self.cluster.num_devices * self.step_s * tokens / self.tokens / _HOUR
 
 
-def scaled(
-    model: PlannedModel,
-    cluster: Cluster,
-    stack: SoftwareStack,
-    limits: SearchLimits,
-    sizes: Sequence[int],
-) -> list[ScalePoint]:
+def scaled(space: LayoutSpace, sizes: Sequence[int]) -> list[ScalePoint]:
     """The best plan for each number of devices, all with the same batch.
 
     Args:
-        cluster: whose hosts are taken; its own number of them does not matter.
+        space: of a cluster whose hosts are taken; its own number of them does not matter.
         sizes: numbers of devices: whole hosts, or a part of one.
 
     Raises:
         ArgumentError: a number is neither.
     """
-    points = []
+    limits, points = replace(space.limits, keep=1), []
+    tokens = limits.global_batch * space.model.seq
     for size in sizes:
-        part = cluster_of(cluster, size)
-        planned, reason = None, ""
+        part = cluster_of(space.cluster, size)
+        plan, reason = None, ""
         try:
-            result = search(model, part, stack, replace(limits, keep=1))
+            result = search(replace(space, cluster=part, limits=limits))
         except ArgumentError as error:
             reason = str(error)
         else:
             if result.best:
-                planned = result.best[0]
+                plan = result.best[0]
             elif result.nearest is not None:
                 reason = f"no plan fits: {result.nearest}"
-        tokens = limits.global_batch * model.seq
-        points.append(ScalePoint(cluster=part, planned=planned, reason=reason, tokens=tokens))
+        points.append(ScalePoint(cluster=part, plan=plan, reason=reason, tokens=tokens))
     return points
 
 
