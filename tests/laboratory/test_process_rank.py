@@ -1,7 +1,17 @@
 """Ranks that are processes import the test, explain its failures, and leave what they print."""
 
-import pytest
+import logging
+import os
+import random
+import warnings
+from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+
+from echelon.laboratory.process_rank import StartOfRank
+from echelon.launch import function_pickle
 from tests.laboratory.ranked_tests import is_in_order, run_tests
 
 pytest_plugins = ["pytester"]
@@ -177,3 +187,96 @@ def test_faults(world):
 def test_a_module_that_no_name_leads_to_is_imported_by_its_file(pytester: pytest.Pytester) -> None:
     source = MARK + "class Mine: pass\n\ndef test_it(world):\n    assert type(Mine()) is Mine\n"
     run_tests(pytester, source, "--import-mode=importlib").assert_outcomes(passed=1)
+
+
+@pytest.mark.slow
+def test_fixtures_of_pytest_are_those_of_the_pytest_of_the_rank(pytester: pytest.Pytester) -> None:
+    source = """
+import os
+
+@pytest.fixture
+def output(capfd):
+    return capfd
+
+def test_descriptors(world, output, caplog):
+    os.write(2, b"rank %d" % world.rank)
+    assert output.readouterr().err == f"rank {world.rank}"
+    caplog.set_level("DEBUG")
+    logging.debug("of rank %d", world.rank)
+    assert caplog.messages == [f"of rank {world.rank}"]
+
+def test_bytes(world, capsysbinary):
+    print(world.rank, end="")
+    assert capsysbinary.readouterr().out == b"%d" % world.rank
+    print("and more")
+    world.group.barrier()
+    assert world.rank == 1
+"""
+    result = run_tests(pytester, MARK + source)
+    result.assert_outcomes(passed=1, failed=1)
+    is_in_order(result, "rank 0 of 2:", "E*assert 0 == 1", "*Captured stdout rank 0*", "and more")
+
+
+@pytest.mark.slow
+def test_failures_outside_of_the_test_and_in_unittest_are_shown(pytester: pytest.Pytester) -> None:
+    source = """
+class TestIt(unittest.TestCase):
+    def test_equal(self):
+        self.assertEqual(self.world.rank, 0)
+
+def test_exits(world):
+    pytest.exit("enough")
+"""
+    result = run_tests(pytester, MARK + source)
+    result.assert_outcomes(failed=1)
+    is_in_order(result, "rank 1 of 2:", ">*self.assertEqual(*", "E*1 != 0", "*Exit: enough*")
+    assert "unittest" not in result.stdout.str().split("all ranks")[0].split("rank 1 of 2:")[1]
+    source = """
+import multiprocessing
+
+if multiprocessing.parent_process() is not None:
+    raise RuntimeError("not here")
+
+def test_it(world):
+    pass
+"""
+    result = run_tests(pytester, MARK + source)
+    result.assert_outcomes(failed=1)
+    is_in_order(
+        result,
+        "rank ? of 2:",
+        "test_it.py:9: in <module>",
+        "E*RuntimeError: not here",
+        "ranks 0, 1: test_it.py:9: RuntimeError: not here",
+    )
+    assert "importlib" not in result.stdout.str()
+
+
+def test_a_rank_begins_with_the_state_that_fixtures_have_given_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = StartOfRank.here()
+    try:
+        with warnings.catch_warnings():
+            monkeypatch.chdir(tmp_path)
+            monkeypatch.setenv("ECHELON_TEST_OF_STATE", "set")
+            warnings.filterwarnings("error", "no such thing", FutureWarning)
+            logging.getLogger().setLevel(logging.INFO)
+            torch.set_default_dtype(torch.float64)
+            torch.use_deterministic_algorithms(True)
+            start = function_pickle.loads(function_pickle.dumps(StartOfRank.here()))
+            drawn = (torch.rand(1), random.random(), np.random.rand())
+        monkeypatch.undo()
+        before.restore()
+        with warnings.catch_warnings():
+            start.restore()
+            assert Path.cwd() == tmp_path
+            assert os.environ["ECHELON_TEST_OF_STATE"] == "set"
+            assert logging.getLogger().level == logging.INFO
+            assert (torch.rand(1), random.random(), np.random.rand()) == drawn
+            assert torch.get_default_dtype() == torch.float64
+            assert torch.are_deterministic_algorithms_enabled()
+            with pytest.raises(FutureWarning):
+                warnings.warn("no such thing", FutureWarning, stacklevel=1)
+    finally:
+        before.restore()

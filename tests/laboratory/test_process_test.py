@@ -54,25 +54,24 @@ class TestClass:
 
 
 @pytest.mark.slow
-def test_a_test_that_no_name_leads_to_is_refused(pytester: pytest.Pytester) -> None:
+def test_a_test_that_a_rank_does_not_find_is_refused(pytester: pytest.Pytester) -> None:
     source = """
+import multiprocessing
+
 def make():
     def test_it(world):
         pass
     return test_it
 
 test_made = make()
-test_lost = make()
-
-@pytest.fixture
-def lost():
-    del sys.modules[__name__].test_lost
-
-test_lost = pytest.mark.usefixtures("lost")(test_lost)
+if multiprocessing.parent_process() is None:
+    test_of_the_caller = make()
 """
     result = run_tests(pytester, MARK + source)
     result.assert_outcomes(passed=1, failed=1)
-    is_in_order(result, "E*ArgumentError: test_lost is not found in the module test_it, where*")
+    is_in_order(
+        result, "E*ArgumentError: test_of_the_caller is not found in the module test_it, where*"
+    )
 
 
 def test_the_rank_of_an_error_is_in_its_notes() -> None:

@@ -27,8 +27,7 @@ Tests on many ranks, with pytest:
 ``rank_streams``      what each simulated rank prints and logs
 ``rank_outcomes``     how each rank ended, and how a report shows it
 ``pytest_debugger``   the debugger of ranks under pytest, also where a rank has failed
-``caller_state``      what a process takes over from that of pytest
-``process_rank``      one rank in a process of its own
+``process_rank``      one rank in a process of its own, which runs pytest
 ``process_test``      sends a test to such ranks, and collects what they leave
 
 Stopping ranks, ``breakpoint()`` and ``world.breakpoint()``:

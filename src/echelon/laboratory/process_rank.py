@@ -1,54 +1,51 @@
-"""One rank of a test in a process of its own: it imports the test, runs it, and leaves its report.
+"""One rank of a test in a process of its own, which runs pytest and leaves the report.
 
-The rank gets what ``process_test`` sends: where the test stands, and the values of its fixtures. It
-imports the file of the test as pytest does, with explanations of asserts. What it prints, logs and
-raises it leaves in files, which also outlive its death.
+The rank gets what ``process_test`` sends: where the test stands, and the values of its fixtures.
+Its pytest imports the file of the test, explains asserts and shows failures as that of the caller
+does, without the plugins and files of the user. What it prints, logs and raises it leaves in files,
+which also outlive its death.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import functools
 import io
 import json
 import logging
 import os
 import sys
 import unittest
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, final
 
 import pytest
-from _pytest.config import _prepareconfig
-from _pytest.logging import LogCaptureHandler
+from _pytest.config import default_plugins, essential_plugins
+from _pytest.fixtures import FuncFixtureInfo
 
+from echelon.comm.threads.process_state import restore_in_process, state_for_process
 from echelon.comm.world import World
-from echelon.errors import StateError, UnsupportedError
+from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.laboratory.rank_outcomes import EndKind, RankEnd, RankExited, leave_out_echelon
-from echelon.laboratory.rank_streams import CaplogOfRank, CapsysOfRank
 from echelon.launch import function_pickle
 from echelon.launch.rank_output import rank_prefix
 from echelon.launch.written_rows import MarkedRows
 from echelon.process.atomic_files import replace_file
 from echelon.process.replacement import Replacement
 
-_VARIABLES_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+# The pytest of a rank has these, and what it cannot be without. That of the caller decides on
+# skips, prints, keeps files, and opens a debugger.
+_PLUGINS = {"assertion", "capture", "logging", "monkeypatch", "python", "reports", "unittest"}
+_WITHOUT = sorted(set(default_plugins) - set(essential_plugins) - _PLUGINS)
 
 
 class Stand(NamedTuple):
-    """What a fixture of pytest becomes on a rank, where its own value cannot be sent.
-
-    Attributes:
-        fixture: ``"world"``, ``"capsys"``, ``"caplog"`` or ``"monkeypatch"``.
-        binary: whether it has bytes instead of text.
-    """
+    """A fixture that a rank makes itself: ``world``, or one of pytest's own, by its name."""
 
     fixture: str
-    binary: bool = False
 
 
 class FilesOfRank(NamedTuple):
@@ -67,107 +64,24 @@ class FilesOfRank(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class TestSource:
-    """Where a process finds the function of a test.
+class StartOfRank:
+    """State of the process of pytest that a rank takes over: a fixture may have changed it."""
 
-    Attributes:
-        module: the name of the module.
-        path: its file.
-        names: of the classes, and then of the function in them.
-        rewritten: modules whose asserts explain themselves.
-    """
+    of_process: dict[str, Any]
+    filters: tuple[Any, ...]  # of warnings
+    log_level: int
 
-    __test__ = False  # pytest collects classes whose names begin like this one's
+    @classmethod
+    def here(cls) -> StartOfRank:
+        """That of this process now."""
+        return cls(state_for_process(), tuple(warnings.filters), logging.getLogger().level)
 
-    module: str
-    path: str
-    names: tuple[str, ...]
-    rewritten: tuple[str, ...]
-
-    def load(self) -> tuple[Callable[..., Any], type | None]:
-        """The function, and the class that it is a method of."""
-        owner: Any = None
-        function = self._import()
-        for name in self.names:
-            owner, function = function, getattr(function, name)
-        return function, owner if isinstance(owner, type) else None
-
-    def _import(self) -> Any:
-        if self.module in sys.modules:
-            return sys.modules[self.module]
-        try:
-            spec = importlib.util.find_spec(self.module)
-        except ModuleNotFoundError:
-            spec = None
-        if spec is not None and spec.origin == self.path:
-            return importlib.import_module(self.module)
-        return self._import_file()
-
-    def _import_file(self) -> ModuleType:
-        """Import what no name on ``sys.path`` leads to, as pytest does with ``importlib``."""
-        hooks = [hook for hook in sys.meta_path if type(hook).__name__ == "AssertionRewritingHook"]
-        loader: Any = hooks[0] if hooks else None
-        spec = importlib.util.spec_from_file_location(self.module, self.path, loader=loader)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[self.module] = module
-        spec.loader.exec_module(module)
-        return module
-
-
-@final
-@dataclass(frozen=True)
-class ReportStyle:
-    """The options of pytest that say how a failure is shown."""
-
-    verbosity: int
-    asserts: str
-    style: str
-    showlocals: bool
-    fulltrace: bool
-
-    def configure(self, root: str) -> pytest.Config:
-        """A configuration of pytest for this process, without plugins and files of the user."""
-        before = dict(os.environ)
-        for name in _VARIABLES_OF_PYTEST:
-            os.environ.pop(name, None)
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        arguments = (
-            f"-c {os.devnull} --noconftest -p no:cacheprovider -p no:faulthandler -s".split()
-        )
-        arguments += [f"--rootdir={root}", f"--assert={self.asserts}"]
-        arguments += [f"--verbosity={self.verbosity}"]
-        try:
-            return _prepareconfig(arguments)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-
-    def show(self, error: BaseException, function: Any, path: str) -> Any:
-        """How pytest shows an error that a test has raised; None for one from outside the test."""
-        if error.__traceback__ is None:
-            return None
-        style: Any = "long" if self.style == "auto" else self.style
-        line = getattr(getattr(function, "__code__", None), "co_firstlineno", 1) - 1
-
-        def of_test(excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
-            entries = excinfo.traceback.cut(path=path, firstlineno=line).filter(excinfo)
-            entries = entries.filter(lambda entry: "__unittest" not in entry.frame.f_globals)
-            if self.style != "auto" or len(entries) < 3:
-                return entries
-            inner = (entry.with_repr_style("short") for entry in entries[1:-1])
-            return type(entries)((entries[0], *inner, entries[-1]))
-
-        if isinstance(error, pytest.fail.Exception) and not error.pytrace:
-            style = "value"
-        return pytest.ExceptionInfo.from_exception(error).getrepr(
-            funcargs=True,
-            showlocals=self.showlocals,
-            style="long" if self.fulltrace else style,
-            tbfilter=False if self.fulltrace else of_test,
-            truncate_locals=self.verbosity < 2,
-        )
+    def restore(self) -> None:
+        """Put it into this process."""
+        restore_in_process(self.of_process)
+        warnings.resetwarnings()
+        warnings.filters[:] = self.filters  # type: ignore[index]
+        logging.getLogger().setLevel(self.log_level)
 
 
 @final
@@ -177,14 +91,12 @@ class SentValues:
 
     Attributes:
         values: of fixtures and parameters by name; a ``Stand`` for what is made here.
-        attributes: of the instance of the test class; None where there is none.
-        of_class: attributes of the class that a fixture may have set.
+        attributes: of the instance of the test class and of the class, as fixtures have set them.
         unsent: names of other attributes of the class, which cannot be sent.
     """
 
     values: dict[str, Any]
-    attributes: dict[str, Any] | None
-    of_class: dict[str, Any]
+    attributes: dict[str, Any]
     unsent: tuple[str, ...]
 
 
@@ -194,113 +106,143 @@ class ProcessRank:
     """The body of a test, for processes: a function of their world.
 
     Attributes:
-        source: where the test is.
-        report: how failures are shown.
-        root: the root folder of the session.
+        path: the file of the test.
+        nodes: the classes around the test and the test itself: how pytest calls each, and its name.
+        arguments: of pytest.
+        options: of pytest, by the names that it has for them.
+        rewritten: modules whose asserts explain themselves.
         folder: where files are left.
         is_shown: whether output goes to the screen, each line with its rank.
-        log_format: the formats of records and of their times; None without a log.
-        state: a ``CallerState`` as bytes.
+        start: a ``StartOfRank`` as bytes.
         sent: ``SentValues`` as bytes, which may need the module of the test.
     """
 
-    source: TestSource
-    report: ReportStyle
-    root: str
+    path: Path
+    nodes: tuple[tuple[type[pytest.Class | pytest.Function], str], ...]
+    arguments: tuple[str, ...]
+    options: dict[str, Any]
+    rewritten: tuple[str, ...]
     folder: str
     is_shown: bool
-    log_format: tuple[str | None, str | None] | None
-    state: bytes
+    start: bytes
     sent: bytes
 
     def __call__(self, world: World) -> str | None:
         """Run the test on this rank; the name of the type of what it returned."""
         files = FilesOfRank.of(self.folder, world.rank)
-        config = self.report.configure(self.root)
-        pytest.register_assert_rewrite(
-            *(name for name in self.source.rewritten if name not in sys.modules)
-        )
+        config = self._configure(files)
         _no_debugger.put_in()
-        function: Any = None
-        with _output(world.rank, None if self.is_shown else files), self._log(files):
+        test = _Test(self, world)
+        config.pluginmanager.register(test)
+        with _output(world.rank, None if self.is_shown else files):
             try:
-                function_pickle.loads(self.state).restore()
-                function, owner = self.source.load()
-                with _explaining(config):
-                    result = self._bound(function, owner, world, files)()
+                function_pickle.loads(self.start).restore()
+                session = pytest.Session.from_config(config)
+                config.hook.pytest_sessionstart(session=session)
+                session.items = [test.item(session)]
+                config.hook.pytest_runtestloop(session=session)
+                if test.error is not None:
+                    raise test.error
             except BaseException as error:
-                leave_out_echelon(error, Path(self.source.path))
-                end = RankEnd.of_error(error, Path(self.source.path))
-                shown = self.report.show(error, function, self.source.path)
-                _write_end(files.end, config, end, shown)
+                leave_out_echelon(error, self.path)
+                report = test.report or _report(error, self.path)
+                _write_end(files.end, config, RankEnd.of_error(error, self.path), report)
                 if isinstance(error, SystemExit):
                     raise RankExited(world.rank, error.code) from error
                 raise
         _write_end(files.end, config, RankEnd(EndKind.FINISHED), None)
-        return None if result is None else type(result).__name__
+        return None if test.result is None else type(test.result).__name__
 
-    def _bound(
-        self, function: Callable[..., Any], owner: type | None, world: World, files: FilesOfRank
-    ) -> Callable[[], Any]:
-        """The function with its instance and its arguments."""
-        sent: SentValues = function_pickle.loads(self.sent)
-        buffers = (_FileBuffer(files.out), _FileBuffer(files.err))
-        caplog = next(
-            (h for h in logging.getLogger().handlers if type(h) is LogCaptureHandler), None
+    def _configure(self, files: FilesOfRank) -> pytest.Config:
+        """The configuration of pytest for this process; ``start`` has the variables again."""
+        os.environ.pop("PYTEST_PLUGINS", None)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        arguments = [*f"-c {os.devnull} --noconftest -s".split(), *self.arguments]
+        arguments += [f"-pno:{name}" for name in _WITHOUT]
+        config = pytest.Config.fromdictargs(self.options | {"log_file": str(files.log)}, arguments)
+        pytest.register_assert_rewrite(
+            *(name for name in self.rewritten if name not in sys.modules)
         )
-
-        def value(value: Any) -> Any:
-            if not isinstance(value, Stand):
-                return value
-            if value.fixture == "capsys":
-                return CapsysOfRank(buffers, value.binary, nullcontext)
-            if value.fixture == "caplog":
-                assert caplog is not None
-                return CaplogOfRank(caplog)
-            return world if value.fixture == "world" else pytest.MonkeyPatch()
-
-        values = {name: value(sent_value) for name, sent_value in sent.values.items()}
-        if sent.attributes is None or owner is None:
-            return lambda: function(**values)
-        if missing := [name for name in sent.unsent if not hasattr(owner, name)]:
-            raise StateError(
-                f"self.{missing[0]} was set by setup_class or a fixture and cannot be sent to "
-                "ranks that are processes: make it in the test, or use world='threads'"
-            )
-        instance: Any = object.__new__(owner)
-        instance.__dict__.update(sent.of_class | sent.attributes)
-        if isinstance(instance, unittest.TestCase):
-            instance.__dict__.update(world=world, _outcome=None)
-        return lambda: function(instance, **values)
-
-    @contextmanager
-    def _log(self, files: FilesOfRank) -> Iterator[None]:
-        """Write records into the file of this rank, and keep them for ``caplog``."""
-        if self.log_format is None:
-            yield
-            return
-        to_file = logging.FileHandler(files.log)
-        for handler in (to_file, LogCaptureHandler()):
-            handler.setFormatter(logging.Formatter(*self.log_format))
-            logging.getLogger().addHandler(handler)
-        try:
-            yield
-        finally:
-            to_file.close()
+        config._do_configure()
+        return config
 
 
 @final
-class _FileBuffer:
-    """What this rank has written into a file of its own."""
+class _Test:
+    """The test in the pytest of this rank, and a plugin that learns how it has ended.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Attributes:
+        result: what it returned.
+        error: what it raised.
+        report: pytest's, of that.
+    """
 
-    def take(self) -> bytes:
-        """What was written since the last time; the file is written from its end on."""
-        taken = self._path.read_bytes()
-        os.truncate(self._path, 0)
-        return taken
+    def __init__(self, rank: ProcessRank, world: World) -> None:
+        self._rank, self._world = rank, world
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.report: pytest.TestReport | None = None
+
+    def item(self, session: pytest.Session) -> pytest.Item:
+        """The test as an item of pytest, which sets up no fixtures.
+
+        Raises:
+            ArgumentError: the module has no such test here.
+        """
+        node: Any = pytest.Module.from_parent(session, path=self._rank.path)
+        names = [name for _, name in self._rank.nodes]
+        if (
+            functools.reduce(lambda owner, name: getattr(owner, name, None), names, node.obj)
+            is None
+        ):
+            raise ArgumentError(
+                f"{'.'.join(names)} is not found in the module {node.obj.__name__}, where ranks "
+                "that are processes look for it: define the test there by name, or use "
+                "world='threads'"
+            )
+        for kind, name in self._rank.nodes:
+            options = {}
+            if issubclass(kind, pytest.Function):
+                options["fixtureinfo"] = FuncFixtureInfo((), (), [], {})
+            node = kind.from_parent(node, name=name, **options)
+        node.runtest = functools.partial(self._call, node)
+        return node  # type: ignore[no-any-return]
+
+    def _call(self, item: Any) -> None:
+        """Call the function with its instance and its arguments."""
+        try:
+            sent: SentValues = function_pickle.loads(self._rank.sent)
+            values = {name: self._value(item, value) for name, value in sent.values.items()}
+            if item.instance is not None:
+                if missing := [name for name in sent.unsent if not hasattr(item.cls, name)]:
+                    raise StateError(
+                        f"self.{missing[0]} was set by setup_class or a fixture and cannot be sent "
+                        "to ranks that are processes: make it in the test, or use world='threads'"
+                    )
+                vars(item.instance).update(sent.attributes)
+            if isinstance(item.instance, unittest.TestCase):
+                vars(item.instance).update(world=self._world)  # its methods take no arguments
+            self.result = item.obj(**values)
+        except BaseException as error:
+            leave_out_echelon(error, self._rank.path)
+            raise
+
+    def _value(self, item: Any, value: Any) -> Any:
+        if not isinstance(value, Stand):
+            return value
+        if value.fixture == "world":
+            return self._world
+        return item._request.getfixturevalue(value.fixture)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Keep the first failure."""
+        report = yield
+        if call.excinfo is not None and self.error is None:
+            self.error, self.report = call.excinfo.value, report
+        return report
 
 
 def _refuse_breakpoint(*args: object, **options: object) -> NoReturn:
@@ -341,34 +283,19 @@ def _unbuffered(number: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
-@contextmanager
-def _explaining(config: pytest.Config) -> Iterator[None]:
-    """Explain comparisons in asserts, as pytest does while it runs a test."""
-    from _pytest.assertion import pytest_runtest_protocol
-
-    class _Item:
-        """What is asked of a test here."""
-
-        def __init__(self) -> None:
-            self.config, self.ihook = config, config.hook
-
-    item: Any = _Item()
-    explaining: Any = pytest_runtest_protocol(item)
-    next(explaining)
-    try:
-        yield
-    finally:
-        explaining.close()
+def _report(error: BaseException, path: Path) -> pytest.TestReport | None:
+    """The report of what no test has raised, such as its file; None for an error of ours."""
+    if error.__traceback__ is None:
+        return None
+    info = pytest.ExceptionInfo.from_exception(error)
+    info.traceback = info.traceback.cut(path=path)
+    return pytest.TestReport("", ("", 0, ""), {}, "failed", info.getrepr(style="short"), "call")
 
 
-def _write_end(path: Path, config: pytest.Config, end: RankEnd, shown: Any) -> None:
+def _write_end(
+    path: Path, config: pytest.Config, end: RankEnd, report: pytest.TestReport | None
+) -> None:
     """Leave how this rank ended, whole or not at all."""
-    report = None
-    if shown is not None:
-        report = config.hook.pytest_report_to_serializable(
-            config=config,
-            report=pytest.TestReport("", ("", 0, ""), {}, "failed", shown, "call"),
-        )
-    content: dict[str, Any] = {"kind": end.kind.name, "name": end.name, "message": end.message}
-    content |= {"place": end.place, "report": report}
-    replace_file(path, json.dumps(content).encode(), sync=False)
+    data = report and config.hook.pytest_report_to_serializable(config=config, report=report)
+    content = {"kind": end.kind.name, "name": end.name, "message": end.message, "place": end.place}
+    replace_file(path, json.dumps(content | {"report": data}).encode(), sync=False)

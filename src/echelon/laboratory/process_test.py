@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from echelon.errors import ArgumentError
-from echelon.laboratory.caller_state import CallerState
-from echelon.laboratory.process_rank import (
-    FilesOfRank,
-    ProcessRank,
-    ReportStyle,
-    SentValues,
-    TestSource,
-)
+from echelon.laboratory.process_rank import FilesOfRank, ProcessRank, SentValues, StartOfRank
 from echelon.laboratory.rank_outcomes import EndKind, RankEnd, RankOutcomes
 from echelon.launch import function_pickle
 from echelon.process.operating_system import require_linux
+
+# Of the pytest of the caller, which that of a rank has, too: they say how failures are shown.
+_OPTIONS = ("assertmode", "fulltrace", "importmode", "showlocals", "tbstyle", "verbose")
+_SETTINGS = (
+    "consider_namespace_packages",
+    "truncation_limit_chars",
+    "truncation_limit_lines",
+    "verbosity_assertions",
+)
 
 Run = Callable[[Callable[..., Any]], list[Any]]
 
@@ -36,7 +38,6 @@ _ADVICE = (
 
 def run_in_processes(
     item: pytest.Function,
-    function: Callable[..., Any],
     instance: Any,
     values: Mapping[str, Any],
     outcomes: RankOutcomes,
@@ -45,6 +46,7 @@ def run_in_processes(
     """Run a test on ranks that are processes; the names of the types that it returned.
 
     Args:
+        instance: of the test class; None if there is none.
         values: of fixtures and parameters; a ``Stand`` where a rank makes its own.
         run: starts the ranks.
 
@@ -56,15 +58,18 @@ def run_in_processes(
     from echelon.launch.processes import start_fork_server
 
     start_fork_server("echelon.laboratory.process_rank")
+    hooks = (getattr(hook, "_must_rewrite", ()) for hook in sys.meta_path)
+    arguments, options = _configuration(item.config)
     with tempfile.TemporaryDirectory(prefix="echelon-test-") as folder:
         rank = ProcessRank(
-            source=_source(item, function),
-            report=_report_style(item.config),
-            root=str(item.config.rootpath),
+            path=item.path,
+            nodes=_nodes(item),
+            arguments=arguments,
+            options=options,
+            rewritten=tuple({item.module.__name__, *(name for names in hooks for name in names)}),
             folder=folder,
             is_shown=item.config.getoption("capture", "no") == "no",
-            log_format=_log_format(item.config),
-            state=function_pickle.dumps(CallerState.take()),
+            start=function_pickle.dumps(StartOfRank.here()),
             sent=_sent(item, instance, values),
         )
         try:
@@ -80,57 +85,44 @@ def rank_in_notes(error: BaseException) -> int | None:
     return next((int(match[1]) for match in notes if match), None)
 
 
-def _source(item: pytest.Function, function: Callable[..., Any]) -> TestSource:
-    names = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
-    names.append(item.originalname)
-    resolved: Any = item.module
-    for name in names:
-        resolved = getattr(resolved, name, None)
-    code = getattr(getattr(resolved, "__func__", resolved), "__code__", None)
-    if code is None or code is not getattr(function, "__code__", None):
-        raise ArgumentError(
-            f"{'.'.join(names)} is not found in the module {item.module.__name__}, where ranks "
-            "that are processes look for it: define the test there by name, or use world='threads'"
-        )
-    hooks = (getattr(hook, "_must_rewrite", ()) for hook in sys.meta_path)
-    rewritten = {item.module.__name__, *(name for marked in hooks for name in marked)}
-    return TestSource(item.module.__name__, str(item.path), tuple(names), tuple(sorted(rewritten)))
-
-
-def _report_style(config: pytest.Config) -> ReportStyle:
-    return ReportStyle(
-        verbosity=config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
-        asserts=config.getoption("assertmode"),
-        style=config.getoption("tbstyle"),
-        showlocals=config.getoption("showlocals"),
-        fulltrace=config.getoption("fulltrace"),
-    )
-
-
-def _log_format(config: pytest.Config) -> tuple[str | None, str | None] | None:
+def _configuration(config: pytest.Config) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The arguments and the options of the pytest of a rank."""
+    arguments = [f"--rootdir={config.rootpath}", "-omarkers=" + "\n".join(config.getini("markers"))]
+    arguments += [f"-o{name}={value}" for name in _SETTINGS if (value := config.getini(name))]
+    options = {name: config.getoption(name) for name in _OPTIONS}
     plugin: Any = config.pluginmanager.get_plugin("logging-plugin")
     if plugin is None:  # switched off
-        return None
-    return plugin.formatter._fmt, plugin.formatter.datefmt
+        return (*arguments, "-pno:logging"), options
+    formats = {"log_format": plugin.formatter._fmt, "log_date_format": plugin.formatter.datefmt}
+    return tuple(arguments), options | formats
+
+
+def _nodes(item: pytest.Function) -> tuple[tuple[type[pytest.Class | pytest.Function], str], ...]:
+    """The classes around a test and the test itself, as the pytest of a rank makes them."""
+    return tuple(
+        (
+            next(kind for kind in type(node).__mro__ if kind.__module__.startswith("_pytest.")),
+            item.originalname if node is item else node.name,
+        )
+        for node in item.listchain()
+        if isinstance(node, pytest.Class | pytest.Function)
+    )
 
 
 def _sent(item: pytest.Function, instance: Any, values: Mapping[str, Any]) -> bytes:
     """The values and the state of the instance as bytes; what they share stays shared."""
-    attributes: dict[str, Any] | None = None
-    of_class: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     unsent: list[str] = []
     if instance is not None:
+        of_class = _set_on_class(type(instance))
+        unsent = [name for name, value in of_class.items() if _problem(value)]
         hidden = {"_outcome", item.name, item.originalname}
-        attributes = {name: value for name, value in vars(instance).items() if name not in hidden}
-        for name, value in _set_on_class(type(instance)).items():
-            if _problem(value):
-                unsent.append(name)
-            else:
-                of_class[name] = value
+        attributes = {name: value for name, value in of_class.items() if name not in unsent}
+        attributes |= {name: value for name, value in vars(instance).items() if name not in hidden}
     try:
-        return function_pickle.dumps(SentValues(dict(values), attributes, of_class, tuple(unsent)))
+        return function_pickle.dumps(SentValues(dict(values), attributes, tuple(unsent)))
     except Exception as error:  # whatever the object at fault raises
-        named = {**values, **{f"self.{n}": v for n, v in (attributes or {}).items()}}
+        named = {**values, **{f"self.{name}": value for name, value in attributes.items()}}
         culprits = {name: problem for name, value in named.items() if (problem := _problem(value))}
         name, problem = next(iter(culprits.items()), (item.name, str(error)))
         raise ArgumentError(
@@ -174,17 +166,10 @@ def _collect(item: pytest.Item, files: FilesOfRank, rank: int, outcomes: RankOut
 
 
 def _read_end(item: pytest.Item, path: Path) -> RankEnd:
-    content = json.loads(path.read_text())
-    shown: Any = None
-    if content["report"] is not None:
-        report = item.config.hook.pytest_report_from_serializable(
-            config=item.config, data=content["report"]
-        )
-        shown = report.longrepr
-    return RankEnd(
-        EndKind[content["kind"]],
-        content["name"],
-        content["message"],
-        content["place"],
-        shown=shown,
-    )
+    """How a rank ended, with the failure as its own pytest shows it."""
+    end = json.loads(path.read_text())
+    report = end.pop("report")
+    if report is not None:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=report)
+    kind, shown = EndKind[end.pop("kind")], report and report.longrepr
+    return RankEnd(kind, **end, shown=shown)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol, TextIO, final
+from typing import Any, NamedTuple, TextIO, final
 
 import pytest
 from _pytest.logging import LogCaptureHandler
@@ -22,13 +22,6 @@ from echelon.launch.rank_output import rank_prefix
 from echelon.launch.written_rows import MarkedRows
 from echelon.process.replacement import Replacement
 from echelon.process.this_rank import here
-
-
-class Buffer(Protocol):
-    """Keeps what a rank writes."""
-
-    def take(self) -> bytes:
-        """What was written since the last time."""
 
 
 @final
@@ -67,7 +60,7 @@ class CapsysOfRank:
 
     def __init__(
         self,
-        buffers: Sequence[Buffer],
+        buffers: Sequence[_Buffer],
         binary: bool,
         disabled: Callable[[], AbstractContextManager[None]],
     ) -> None:

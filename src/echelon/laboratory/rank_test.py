@@ -174,12 +174,7 @@ def _in_processes(
     """Run a test on processes; the names of the types that it returned."""
     values = {name: _stand(value) for name, value in body.values.items()}
     return run_in_processes(
-        item,
-        body.function,
-        body.instance,
-        values,
-        outcomes,
-        lambda rank: _start(rank, case, outcomes),
+        item, body.instance, values, outcomes, lambda rank: _start(rank, case, outcomes)
     )
 
 
@@ -190,7 +185,7 @@ def _stand(value: Any) -> Any:
     if isinstance(value, pytest.LogCaptureFixture):
         return Stand("caplog")
     if isinstance(value, pytest.CaptureFixture):
-        return Stand("capsys", isinstance(value.captureclass.EMPTY_BUFFER, bytes))
+        return Stand(str(value.request.fixturename))
     return Stand("monkeypatch") if isinstance(value, pytest.MonkeyPatch) else value
 
 

@@ -366,3 +366,35 @@ def _restore_folder(folder: str | None) -> None:
 
 
 register_state("working directory", _save_folder, _restore_folder)
+
+
+# What a process that runs a part of this one's work begins with. The others are of this process, or
+# hold functions, which may be such that no process can send them.
+_SENT = (
+    "torch",
+    "random",
+    "numpy",
+    "default dtype",
+    "determinism",
+    "environment",
+    "working directory",
+)
+
+
+def state_for_process() -> dict[str, Any]:
+    """What a simulated rank would begin with, as far as it can be sent to another process."""
+    return {name: _states[name].save() for name in _SENT}
+
+
+def restore_in_process(saved: dict[str, Any]) -> None:
+    """Give this process what ``state_for_process`` has returned in another one.
+
+    Example:
+        >>> saved = state_for_process()
+        >>> number = torch.rand(1)
+        >>> restore_in_process(saved)
+        >>> bool(torch.rand(1) == number)
+        True
+    """
+    for name, value in saved.items():
+        _states[name].restore(value)
