@@ -53,12 +53,22 @@ def test_a_plan_with_stages_makes_a_pipeline() -> None:
     assert ec.run(kind, 2) == [("Pipeline", 2)] * 2
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    for choice, message in (
-        ({"plan": "zero"}, "give 'ddp', 'fsdp' or an ec.Plan"),
-        ({"plan": ec.Plan(), "options": {"init": "trust"}}, "give them in the ec.Plan"),
-        ({"plan": "ddp", "units": ec.units.whole()}, "shards nothing"),
-        ({"plan": "fsdp", "units": "Linear"}, "units is 'Linear'; give a rule of ec.units"),
-    ):
-        with pytest.raises(ec.ArgumentError, match=message):
-            Sharing(**choice)
+@pytest.mark.parametrize(
+    ("plan", "choice", "sentence"),
+    [
+        ("zero", {}, "give 'ddp', 'fsdp' or an ec.Plan"),
+        (ec.Plan(), {"options": {"init": "trust"}}, "init: options are for plan="),
+        ("ddp", {"units": ec.units.whole()}, "shards nothing"),
+        ("fsdp", {"units": "Linear"}, "units is 'Linear'; give a rule of ec.units"),
+        ("ddp", {"options": {"bucket_byte": 1}}, "'bucket_byte', which is no option of ec.DDP"),
+        ("ddp", {"options": {"bucket_bytes": -1}}, "bucket_bytes"),
+        ("ddp", {"options": {"precision": ec.MixedPrecision()}}, "no option of ec.DDP"),
+        ("fsdp", {"options": {"layout": "columns"}}, "layout"),
+        ("fsdp", {"options": {"strategy": ec.Strategy.HYBRID_SHARD}}, "strategy is"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_there_is_a_model(
+    plan: str | ec.Plan, choice: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ec.ArgumentError, match=sentence):
+        Sharing(plan=plan, **choice)

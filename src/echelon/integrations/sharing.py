@@ -21,6 +21,7 @@ from echelon.plans.plans import Plan
 Wrapper = DDP | FSDP | Pipeline
 
 _NAMES = ("ddp", "fsdp")
+_SEVERAL = 2  # stands for the number of ranks, which is not known when options are checked
 
 
 @final
@@ -47,9 +48,17 @@ class Sharing:
         if not isinstance(self.plan, Plan) and self.plan not in _NAMES:
             raise ArgumentError(f"plan is {self.plan!r:.80}; give 'ddp', 'fsdp' or an ec.Plan")
         if isinstance(self.plan, Plan) and self.options:
-            raise ArgumentError("options are for plan='ddp' or 'fsdp'; give them in the ec.Plan")
+            raise ArgumentError(
+                f"{', '.join(self.options)}: options are for plan='ddp' or 'fsdp'; give them "
+                "in the ec.Plan, such as Plan(shard=2, fsdp={'precision': ...})"
+            )
         if self.units is not None and not self.shards:
             raise ArgumentError("units are what FSDP gathers, and this plan shards nothing")
+        if self.plan == "ddp":
+            Plan(dp=_SEVERAL, ddp=self.options)  # which checks them
+        elif self.plan == "fsdp":
+            fsdp = dict(self.options)
+            Plan(shard=_SEVERAL, strategy=fsdp.pop("strategy", None), fsdp=fsdp)
 
     @property
     def shards(self) -> bool:

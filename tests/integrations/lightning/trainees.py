@@ -109,7 +109,7 @@ def strategy_of(name: str) -> Any:
     if kind == "fsdp":
         units = ec.units.by_type(nn.Linear)
         strategy = ec.Strategy[choice or "FULL_SHARD"]
-        return EchelonStrategy("fsdp", units=units, sharding_strategy=strategy, min_num_params=0)
+        return EchelonStrategy("fsdp", units=units, strategy=strategy, min_num_params=0)
     return name
 
 
@@ -319,7 +319,7 @@ def refusals(folder: str) -> dict[str, str]:
 
 
 def odd_cases(folder: str) -> dict[str, Any]:
-    """Fit, then evaluate; files of Lightning; links; weights alone; another technique."""
+    """Fit, then evaluate; files of Lightning; links; weights alone; another plan."""
     L.seed_everything(5, verbose=False)
     plain = trainer_of("gloo", max_epochs=2)
     plain_model = LitNet(dropout=0.0)

@@ -2,7 +2,6 @@
 
 Importing this package registers ``"echelon_ddp"`` and ``"echelon_fsdp"`` with both of them.
 
-``technique``          how a model is wrapped, from the arguments of a strategy
 ``launched_ranks``     ranks that a launcher has started, and small collectives among them
 ``checkpoint_folder``  a checkpoint of Lightning as a folder of steps
 ``lightning_file``     a checkpoint in one file, which Lightning itself has written
@@ -22,10 +21,10 @@ for _registry, _strategy in (
     (StrategyRegistry, EchelonStrategy),
     (STRATEGY_REGISTRY, EchelonFabricStrategy),
 ):
-    for _technique in ("ddp", "fsdp"):
+    for _plan in ("ddp", "fsdp"):
         _registry.register(
-            f"echelon_{_technique}",
+            f"echelon_{_plan}",
             _strategy,
-            description=f"{_technique.upper()} of echelon, over shared memory on one host",
-            parallel=_technique,
+            description=f"{_plan.upper()} of echelon, over shared memory on one host",
+            plan=_plan,
         )

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.fsdp import FSDP, MixedPrecision, Strategy
+from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule
 from echelon.integrations.lightning.checkpoint_folder import CheckpointFolder
 from echelon.integrations.lightning.launched_ranks import LaunchedRanks
-from echelon.integrations.lightning.technique import Parallel, Technique
+from echelon.integrations.sharing import Sharing
+from echelon.plans.plans import Plan
 
 
 @final
@@ -43,38 +44,32 @@ class EchelonFabricStrategy(LaunchedRanks, ParallelStrategy):
     Law: after k steps the weights are those of one process on all batches together.
 
     ``fabric.save`` writes a folder through ``ec.save``; it can be loaded on another number of ranks
-    and with another technique.
+    and with another plan.
 
     Args:
-        parallel: ``"ddp"``, ``"fsdp"``, or a ``Plan`` with ``dp`` and ``shard``.
-        units: which modules FSDP gathers at once.
-        sharding_strategy: for ``"fsdp"``: what is sharded.
-        mixed_precision: for ``"fsdp"``: dtypes of a step.
+        plan: ``"ddp"``, ``"fsdp"``, or an ``ec.Plan`` without stages.
+        units: what FSDP gathers at once.
         timeout: how long a rank waits for others in one call; None: as for ``ec.init``.
-        options: more options of ``ec.DDP`` or ``ec.FSDP``.
+        options: more options of ``ec.DDP`` or ``ec.FSDP``, where ``plan`` is a name.
 
     Raises:
         ArgumentError: there is no option of that name or with that value.
         UnsupportedError: the plan has a pipeline.
 
     Example:
-        >>> EchelonFabricStrategy("ddp", bucket_bytes=2**20).parallel
+        >>> EchelonFabricStrategy("ddp", bucket_bytes=2**20).sharing.plan
         'ddp'
     """
 
     def __init__(
         self,
-        parallel: Parallel = "ddp",
+        plan: str | Plan = "ddp",
         *,
         units: Rule | None = None,
-        sharding_strategy: Strategy | None = None,
-        mixed_precision: MixedPrecision | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        self.parallel = parallel
-        self._technique = Technique.of(parallel, units, sharding_strategy, mixed_precision, options)
-        self._prepare(timeout)
+        self._prepare(Sharing(plan=plan, units=units, options=options), timeout)
         super().__init__()
         self._backward_sync_control = _NoSync()
 
@@ -85,8 +80,8 @@ class EchelonFabricStrategy(LaunchedRanks, ParallelStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Wrap a model."""
-        wrapper = self._technique.wrap(module, self._meet())
-        if self._technique.shards:
+        wrapper = self.sharing.share(module, self._meet())
+        if self.sharing.shards:
             self._share_scaler(self.precision)
         return wrapper
 
@@ -97,7 +92,7 @@ class EchelonFabricStrategy(LaunchedRanks, ParallelStrategy):
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """With ``empty_init`` and FSDP, make modules on meta; FSDP gives them values."""
-        if empty_init and self._technique.shards:
+        if empty_init and self.sharing.shards:
             return torch.device("meta")
         return super().module_init_context(empty_init)
 
@@ -151,7 +146,7 @@ class EchelonFabricStrategy(LaunchedRanks, ParallelStrategy):
 
     def _check_file(self, state: object) -> None:
         items = state.values() if isinstance(state, dict) else [state]
-        if self._technique.shards and any(isinstance(item, Optimizer) for item in items):
+        if self.sharing.shards and any(isinstance(item, Optimizer) for item in items):
             raise UnsupportedError(
                 "an optimizer over shards cannot take its state from a file: leave it out of "
                 "state, or load the file with 'echelon_ddp' and save it again"

@@ -22,6 +22,7 @@ import echelon.c10d
 from echelon.comm.streams import device_of
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, UnsupportedError, WorldError
+from echelon.integrations.sharing import Sharing
 from echelon.launch.run import init
 from echelon.process.environment import environment
 from echelon.train.scaling import GradScaler
@@ -33,10 +34,12 @@ class LaunchedRanks:
     """What both strategies have in common: a mixin before Lightning's ``ParallelStrategy``.
 
     Attributes:
+        sharing: how the ranks share a model.
         num_nodes: as the user gave it to the Trainer or to Fabric.
         is_distributed: the Trainer gives each rank its share of the samples.
     """
 
+    sharing: Sharing
     parallel_devices: list[torch.device] | None
     cluster_environment: ClusterEnvironment | None
     num_nodes = 1
@@ -47,13 +50,19 @@ class LaunchedRanks:
         """Whether this rank is ending by an error, so that others may be anywhere."""
         return False
 
-    def _prepare(self, timeout: timedelta | None) -> None:
+    def _prepare(self, sharing: Sharing, timeout: timedelta | None) -> None:
+        if sharing.num_stages > 1:
+            raise UnsupportedError(
+                f"the plan is {sharing.plan}, and Lightning calls the whole model in each step, "
+                "which stages of a pipeline cannot be: use pp=1, or ec.Pipeline in a loop"
+            )
         if timeout is not None and (
             not isinstance(timeout, timedelta) or timeout <= timedelta(seconds=0)
         ):
             raise ArgumentError(
                 f"timeout is {timeout!r:.80}; give a datetime.timedelta of more than nothing"
             )
+        self.sharing = sharing
         self._timeout = timeout
         self._job = environment(os.environ)
         self._world: World | None = None

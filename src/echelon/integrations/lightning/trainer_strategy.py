@@ -26,17 +26,18 @@ from torch import Tensor, nn
 
 from echelon.ddp import DDP
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.fsdp import FSDP, MixedPrecision, Strategy
+from echelon.fsdp import FSDP
 from echelon.fsdp.units import Rule
 from echelon.integrations.lightning.checkpoint_folder import CheckpointFolder
 from echelon.integrations.lightning.launched_ranks import LaunchedRanks
 from echelon.integrations.lightning.lightning_file import load_states
-from echelon.integrations.lightning.technique import Parallel, Technique
+from echelon.integrations.sharing import Sharing
+from echelon.plans.plans import Plan
 from echelon.values.encoding import encode
 
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"  # keys of Lightning's checkpoints
 
-_wrappers: WeakKeyDictionary[nn.Module, tuple[Technique, nn.Module]] = WeakKeyDictionary()
+_wrappers: WeakKeyDictionary[nn.Module, tuple[Sharing, nn.Module]] = WeakKeyDictionary()
 
 
 class ShardsOnRanks(dict[str, Any]):
@@ -56,22 +57,20 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
     Law: after k steps the weights are those of one process on all batches together.
 
     Checkpoints are folders that ``ec.save`` writes; they can be loaded on another number of ranks
-    and with another technique.
+    and with another plan.
 
     Args:
-        parallel: ``"ddp"``, ``"fsdp"``, or a ``Plan`` with ``dp`` and ``shard``.
-        units: which modules FSDP gathers at once.
-        sharding_strategy: for ``"fsdp"``: what is sharded.
-        mixed_precision: for ``"fsdp"``: dtypes of a step.
+        plan: ``"ddp"``, ``"fsdp"``, or an ``ec.Plan`` without stages.
+        units: what FSDP gathers at once.
         timeout: how long a rank waits for others in one call; None: as for ``ec.init``.
-        options: more options of ``ec.DDP`` or ``ec.FSDP``.
+        options: more options of ``ec.DDP`` or ``ec.FSDP``, where ``plan`` is a name.
 
     Raises:
         ArgumentError: there is no option of that name or with that value.
         UnsupportedError: the plan has a pipeline.
 
     Example:
-        >>> EchelonStrategy("fsdp", sharding_strategy=Strategy.SHARD_GRAD_OP).parallel
+        >>> EchelonStrategy("fsdp", strategy=Strategy.SHARD_GRAD_OP).sharing.plan
         'fsdp'
     """
 
@@ -79,17 +78,13 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
 
     def __init__(
         self,
-        parallel: Parallel = "ddp",
+        plan: str | Plan = "ddp",
         *,
         units: Rule | None = None,
-        sharding_strategy: Strategy | None = None,
-        mixed_precision: MixedPrecision | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        self.parallel = parallel
-        self._technique = Technique.of(parallel, units, sharding_strategy, mixed_precision, options)
-        self._prepare(timeout)
+        self._prepare(Sharing(plan=plan, units=units, options=options), timeout)
         super().__init__()
 
     # Setting up ------------------------------------------------------------------------------
@@ -120,7 +115,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if self._technique.shards:
+        if self.sharing.shards:
             self._share_scaler(self.precision_plugin)
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -130,7 +125,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         if trainer.checkpoint_callbacks:
             owners = (self.lightning_module, cast(Any, trainer).datamodule)
             _check_hyperparameters(owner.hparams for owner in owners if owner is not None)
-        if not self._technique.shards:
+        if not self.sharing.shards:
             return
         if not self.lightning_module.automatic_optimization:
             raise UnsupportedError(
@@ -154,15 +149,15 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         """The wrapper of ``model``; one that an earlier fit has left is taken again."""
-        technique, wrapper = _wrappers.pop(model, (None, None))
-        if wrapper is not None and technique != self._technique:
+        sharing, wrapper = _wrappers.pop(model, (None, None))
+        if wrapper is not None and sharing != self.sharing:
             cast(FSDP, wrapper).unwrap()
             wrapper = None
         if wrapper is None:
             model = self.precision_plugin.convert_module(model)
             self.model_to_device()
             with _thawed(model) if self._is_finetuned else nullcontext():
-                wrapper = self._technique.wrap(model, self._meet())
+                wrapper = self.sharing.share(model, self._meet())
         return wrapper
 
     @property
@@ -310,7 +305,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
             self.model.unwrap()
             self.model = module
         elif module is not None and isinstance(self.model, FSDP) and not self._is_interrupted:
-            _wrappers[module] = (self._technique, self.model)
+            _wrappers[module] = (self.sharing, self.model)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
