@@ -30,7 +30,7 @@ from echelon.errors import CommTimeout, WorldError
 from echelon.errors.message_text import say
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
-from echelon.process.process_end import failing_process
+from echelon.process.process_end import end_now, failing_process
 from echelon.process.process_status import activity
 from echelon.process.replacement import Replacement
 
@@ -49,15 +49,6 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     return None
 
 
-def ends_process(owner: int) -> bool:
-    """Whether what ``sys.excepthook`` is called for ends the process ``owner``.
-
-    multiprocessing calls it, too, for its thread that serves files to others, mostly in a fork of
-    a rank that loads data for it.
-    """
-    return os.getpid() == owner and threading.current_thread() is threading.main_thread()
-
-
 def before_failing(act: Callable[[BaseException], None]) -> Callable[[], None]:
     """Call ``act`` with the exception that ends this process, before Python reports it.
 
@@ -69,7 +60,9 @@ def before_failing(act: Callable[[BaseException], None]) -> Callable[[], None]:
     def act_and_report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if ends_process(owner):
+        # multiprocessing calls the hook, too, for its thread that serves files to others, mostly in
+        # a fork of a rank that loads data for it.
+        if os.getpid() == owner and threading.current_thread() is threading.main_thread():
             act(error)
         hook.original(kind, error, trace)
 
@@ -204,7 +197,7 @@ def _end_without_agent(
     say(f"rank {monitor.rank} {status.where}: {error}")
     with suppress(RuntimeError):  # Python starts no more threads at its end
         run_in_background("echelon last words", close, error).join(time_limits.TELL_S)
-    end_now()
+    end_now(1, flush_s=time_limits.FLUSH_S)
 
 
 def _error(monitor: RankMonitor, timeout_s: float) -> CommTimeout:
@@ -236,12 +229,4 @@ def _end_process(error: CommTimeout, rank: int) -> None:
             record.write(path)
     if path is None or VARIABLE not in os.environ:
         say(record.headline, *str(error).split("\n")[1:])
-    end_now()
-
-
-def end_now() -> None:
-    """End this process with exit code 1, and with what it has printed."""
-    with suppress(RuntimeError):  # Python starts no more threads at its end
-        # Another thread may hold the stream.
-        run_in_background("echelon flush", sys.stdout.flush).join(time_limits.FLUSH_S)
-    os._exit(1)
+    end_now(1, flush_s=time_limits.FLUSH_S)

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from typing import final
 
 from echelon.diagnosis import stacks
-from echelon.diagnosis.exit_guard import awaited_threads, end_now
+from echelon.diagnosis.exit_guard import awaited_threads
 from echelon.diagnosis.stuck_ranks import NO_PYTHON
 from echelon.errors.message_text import say
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
+from echelon.process.process_end import end_now
 from echelon.process.process_status import activity
 
 _PAUSE_S = 0.2
@@ -69,7 +70,7 @@ class _Guard:
             f"{activity(os.getpid(), thread.native_id or 0)}; it had {self.limit_s:.1f} s to end",
             *stacks.stack_rows(stacks.of_this_process(thread.ident or 0), NO_PYTHON),
         )
-        end_now()
+        end_now(1, flush_s=time_limits.FLUSH_S)
 
 
 _guard = _Guard()
