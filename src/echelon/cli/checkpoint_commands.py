@@ -88,11 +88,8 @@ def _ls(folder: Folder) -> int:
                     manifest.versions.get("torch", ""),
                     ", ".join(sorted(step.sections)),
                 )
-        except CheckpointCorrupt as error:
-            row = (path.name, "", "", "", "", f"damaged: {error}")
-            code = 1
-        except CheckpointTooNew as error:
-            row = (path.name, "", "", "", "", f"not known here: {error}")
+        except (CheckpointCorrupt, CheckpointTooNew) as error:
+            row = (path.name, "", "", "", "", _unread(error))
             code = 1
         table.add_row(*map(cell, row))  # somebody else may have written the files
     _console().print(table)
@@ -111,11 +108,8 @@ def _verify(folder: Folder) -> int:
             with SavedStep(path) as step:
                 step.verify()
             say(f"{path.name}: whole")
-        except CheckpointCorrupt as error:
-            say(f"{path.name}: damaged: {error}")
-            code = 1
-        except CheckpointTooNew as error:
-            say(f"{path.name}: not known here: {error}")
+        except (CheckpointCorrupt, CheckpointTooNew) as error:
+            say(f"{path.name}: {_unread(error)}")
             code = 1
     return code
 
@@ -188,6 +182,11 @@ def _diff(first: Folder, second: Folder) -> int:
     if not rows:
         say("the same")
     return 1 if rows else 0
+
+
+def _unread(error: CheckpointCorrupt | CheckpointTooNew) -> str:
+    """Why a step cannot be read."""
+    return f"{'damaged' if isinstance(error, CheckpointCorrupt) else 'not known here'}: {error}"
 
 
 def _place(text: str, *, is_folder: bool = True) -> Place:

@@ -79,11 +79,8 @@ def show(
         html: where a page is written; None for no page.
     """
     plans = Plans(*asked, goal)  # type: ignore[arg-type]
-    # Only where some are shown does one wait until every plan has been looked at.
-    count = num_refused or (0 if plans else _MOST_REFUSED)
-    nearest = plans.refused[:count] if count else ()
     if as_json:
-        say(json.dumps(_record(plans, best, nearest), indent=2))
+        say(json.dumps(_record(plans, best, num_refused), indent=2))
     else:
         if not plans:
             say(f"None of {plans.num_layouts} plans fits. The nearest:")
@@ -91,13 +88,20 @@ def show(
             _explain(plans, explain)
         else:
             _table(plans, best)
-        for refused in nearest:
+        for refused in _nearest(plans, num_refused):
             say(f"  {refused}")
         if not plans:
             say(f"{plans.how_many_fit()}.")
     if html is not None:
         write_files({"html": html}, lambda form: plans_page(plans), "the page of plans")
     return 0 if plans else 1
+
+
+def _nearest(plans: Plans, num_refused: int) -> Sequence[RefusedPlan]:
+    """Some that do not fit, where none does or they are asked for: only then does one wait until
+    every plan has been looked at."""
+    count = num_refused or _MOST_REFUSED * (not plans)
+    return plans.refused[:count] if count else ()
 
 
 def _axes(texts: Sequence[str]) -> dict[str, int | str]:
@@ -118,13 +122,13 @@ def _axis(text: str) -> tuple[str, int | str]:
     return name, int(value)
 
 
-def _record(plans: Plans, best: int, nearest: Sequence[RefusedPlan]) -> dict[str, object]:
+def _record(plans: Plans, best: int, num_refused: int) -> dict[str, object]:
     return {
         "num_layouts": plans.num_layouts,
         "num_fitting": plans.num_fitting,
         "goal": plans.goal,
         "plans": [_plan_record(priced) for priced in plans[:best]],
-        "refused": [_refusal_record(refused) for refused in nearest],
+        "refused": [_refusal_record(refused) for refused in _nearest(plans, num_refused)],
     }
 
 
