@@ -2,6 +2,7 @@
 
 import __future__
 
+import ast
 import importlib
 import typing
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+import echelon
 from tests.architecture.sources import PACKAGE, ROOT, project_files
 
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
@@ -54,6 +56,22 @@ def test_file_names_say_what_is_in_them() -> None:
 
 def test_all_is_what_a_user_can_import() -> None:
     assert unlisted_names(importlib.import_module(PACKAGE)) == []
+
+
+def test_type_checkers_see_each_public_name_in_the_module_that_it_is_imported_from() -> None:
+    (block,) = [
+        node
+        for node in ast.parse(Path(str(echelon.__file__)).read_text()).body
+        if isinstance(node, ast.If)
+    ]
+    seen = [
+        (alias.asname, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module != "types"
+        for alias in node.names
+        if alias.name == alias.asname  # else it is not for users
+    ]
+    assert sorted(seen) == sorted(echelon._HOMES.items())
 
 
 def test_every_folder_of_tests_is_a_package_so_that_child_processes_can_import_it() -> None:

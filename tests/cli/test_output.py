@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import echelon.cli
 from echelon.cli import app
-from echelon.cli.output import cell, printable_errors, say
+from echelon.cli.output import cell, printable_errors, refusing, say
 
 HOSTILE = "\x1b]0;OWNED\x07\x1b[2Jname\r"
 SHOWN = r"\x1b]0;OWNED\x07\x1b[2Jname\r"
@@ -22,6 +22,19 @@ def test_texts_cells_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(typer.BadParameter) as caught, printable_errors():
         raise typer.BadParameter(HOSTILE)
     assert caught.value.message == SHOWN
+
+
+def test_the_errors_that_a_command_names_are_wrong_usage_and_others_are_not() -> None:
+    @refusing(ValueError, TypeError, hint="--step")
+    def command(error: Exception) -> None:
+        raise error
+
+    for error in (ValueError("no"), TypeError("no")):
+        with pytest.raises(typer.BadParameter) as caught:
+            command(error)
+        assert (caught.value.message, caught.value.param_hint) == ("no", "--step")
+    with pytest.raises(KeyError):
+        command(KeyError("a defect"))
 
 
 @pytest.mark.parametrize(

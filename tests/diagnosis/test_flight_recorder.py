@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +161,20 @@ def test_steps_are_those_of_one_attempt_and_in_the_order_of_ranks() -> None:
     assert [rank_steps.steps[0].wall_ns for rank_steps in steps] == [10, 11]
     other.rank_records[0].begin(rank=1, attempt=2)
     assert book.steps(attempt=2)[0].steps == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "doing"),
+    [
+        ({"start_ticks": -1, "phase": Phase.CLOSED, "waits_for": 1}, "has ended"),
+        ({"phase": Phase.CLOSED, "waits_for": 1}, "has closed its world"),
+        ({"phase": Phase.CLOSING, "gave_up_on": 1}, "has closed its world"),
+        ({"waits_for": 1, "gave_up_on": 2}, "waits for rank 1"),
+        ({"gave_up_on": 2}, "has waited in vain for rank 2"),
+        ({}, "computes outside communication"),
+    ],
+)
+def test_one_sentence_says_what_a_rank_does(facts: dict[str, Any], doing: str) -> None:
+    _, record = entered()
+    record.set_phase(Phase.RUNNING)
+    assert replace(entry(record), **facts).doing == doing

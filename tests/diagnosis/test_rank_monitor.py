@@ -14,8 +14,9 @@ from torch import nn
 
 import echelon as ec
 from echelon.diagnosis.flight_recorder import VARIABLE, FlightRecorder, Phase
-from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter, stuck_rank
+from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.diagnosis.step_rows import RankSteps
+from echelon.diagnosis.stuck_ranks import StuckRank
 from echelon.errors import ArgumentError, CommTimeout, DeadlockError, RankFailed
 from echelon.process.environment import JobEnvironment
 from echelon.testing import run_faulty, slow
@@ -174,7 +175,7 @@ def test_a_rank_whose_script_takes_the_signal_answers_no_more(
         status = mine.status(1)
         assert status is not None
         assert status.stacks_fd is None
-        rows = stuck_rank(status, []).lines()
+        rows = StuckRank.of(status, []).lines()
         assert rows[-1] == "  its stack is not known: the script has its own use for SIGUSR2"
 
 

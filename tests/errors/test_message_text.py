@@ -1,8 +1,12 @@
 """Text of others is shown, not obeyed."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
-from echelon.errors.message_text import NO_MAJORITY, printable, rows_text
+import echelon
+from echelon.errors.message_text import NO_MAJORITY, printable, rows_text, say, without_middle
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,36 @@ def test_ranks_unlike_the_majority_are_marked() -> None:
         "  rank 3: c   <-- differs",
         "  rank 4: a",
     ]
+
+
+def test_lines_for_a_person_go_to_standard_error_and_a_terminal_obeys_nothing_in_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say("first", ValueError("\x1b[31mred"))
+    assert capsys.readouterr() == ("", "first\n\\x1b[31mred\n")
+
+
+def test_nobody_prints_to_standard_error_by_another_way() -> None:
+    places = {
+        path.name
+        for path in Path(str(echelon.__file__)).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+        if any(ast.unparse(keyword.value) == "sys.stderr" for keyword in node.keywords)
+    }
+    # The text of a SystemExit is printed as Python prints it.
+    assert places == {"message_text.py", "process_end.py"}
+
+
+@pytest.mark.parametrize("length", [6, 7, 40, 400])
+def test_a_text_without_its_middle_has_at_most_the_length_and_keeps_its_ends(length: int) -> None:
+    for num in range(2 * length):
+        text = "".join(chr(ord("a") + i % 26) for i in range(num))
+        shown = without_middle(text, length)
+        assert len(shown) <= length
+        if num <= length:
+            assert shown == text
+        else:
+            start, _, end = shown.partition(" … ")
+            assert text.startswith(start)
+            assert text.endswith(end)

@@ -220,7 +220,7 @@ def test_init_alone_is_a_world_of_one(monkeypatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("echelon.launch.run.here", SimpleNamespace(world=None))
-    monkeypatch.setattr("echelon.launch.run._close_at_exit", lambda world: None)
+    monkeypatch.setattr("echelon.launch.run.guard_script", lambda *args, **options: None)
     monkeypatch.setenv("ECHELON_TIMEOUT", "7.5")
     with ec.init() as world:
         assert (world.rank, world.size, world.backend) == (0, 1, "single")

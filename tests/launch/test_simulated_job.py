@@ -205,3 +205,13 @@ print(dist.group.WORLD._group.timeout)
     assert run(tmp_path, body, monkeypatch, capsys, 7.5).output == ["7.5"] * 3
     assert run(tmp_path, body, monkeypatch, capsys).output == ["1800.0"] * 3
     assert "ECHELON_TIMEOUT" not in os.environ
+
+
+def test_what_a_rank_raises_is_printed_so_that_a_terminal_obeys_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "ec.init()\nraise ValueError('\\x1b]0;OWNED\\x07')\n"
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert done.code == 1
+    assert done.errors[0].endswith(r"raised ValueError: \x1b]0;OWNED\x07")
+    assert "\x1b" not in "".join(done.errors)

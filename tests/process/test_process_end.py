@@ -27,6 +27,18 @@ print("printed", end="")
 end_now(7)
 """
 
+ENDS_THOUGH_A_STREAM_IS_HELD = """
+import sys, time
+from echelon.process.process_end import end_now
+
+class Held:
+    def flush(self):
+        time.sleep(90)
+
+sys.stdout = Held()
+end_now(7, flush_s=0.1)
+"""
+
 
 @pytest.mark.parametrize("end", [SystemExit(), SystemExit(0), SystemExit(75), SystemExit(True)])
 def test_a_number_is_the_exit_code(end: SystemExit, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,3 +60,9 @@ def test_a_process_ends_with_its_code_and_all_that_it_has_printed(
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (code, "printed")
     assert error in ended.stderr
+
+
+def test_a_process_ends_in_time_though_another_thread_holds_its_output() -> None:
+    script = ENDS_THOUGH_A_STREAM_IS_HELD
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, b"", b"")

@@ -9,7 +9,6 @@ A rank that works on alone after the others have ended is not ended, because tor
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 import weakref
@@ -20,18 +19,12 @@ from torch._C import _distributed_c10d as c10d
 
 from echelon.comm.torch_dist.stores import await_keys
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
-from echelon.diagnosis.exit_guard import (
-    before_failing,
-    error_file,
-    install_failure_record,
-    outlive_termination,
-)
+from echelon.diagnosis.exit_guard import guard_script
 from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter, counter
 from echelon.errors import CommTimeout, RankFailed, WorldError
 from echelon.process.environment import JobEnvironment, environment
 from echelon.process.forks import ForkMark, mark
-from echelon.process.process_end import failing_process
 
 if TYPE_CHECKING:
     from echelon.comm.shm import ShmGroup
@@ -70,14 +63,13 @@ class ProcessWatch:
         if steps is None:
             steps = StepCounter(self.monitor.record_step, self.monitor.step_rows)
             steps.count()
-        if path := error_file():
-            program_steps = steps  # a world that the script makes later counts in its own
-            install_failure_record(
-                path, self.monitor.rank, lambda: f"at step {(counter() or program_steps).number}"
-            )
-            outlive_termination()
-        before_failing(self.close)
-        atexit.register(failing_process(self.leave))
+        program_steps = steps  # a world that the script makes later counts in its own
+        guard_script(
+            self.monitor.rank,
+            lambda: f"at step {(counter() or program_steps).number}",
+            fail=self.close,
+            leave=self.leave,
+        )
 
     def share(self, store: c10d.Store) -> None:
         """Move to one flight recorder for all ranks of this host, if no launcher has made one."""

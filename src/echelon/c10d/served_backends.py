@@ -7,7 +7,6 @@ or of processes in shared memory, and goes on as if the backend were the one tha
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from datetime import timedelta
 from functools import wraps
@@ -20,6 +19,7 @@ from echelon.c10d import simulated_rank
 from echelon.c10d.group_agreement import agree_on_group, is_made_by_all
 from echelon.c10d.named_process_group import BACKEND
 from echelon.c10d.process_group import ProcessGroupEchelon
+from echelon.errors.message_text import say
 from echelon.process.environment import timeout_wanted
 from echelon.process.replacement import Replacement
 
@@ -141,8 +141,4 @@ def _say_once(backend: str) -> None:
         how = f"{world.size} simulated ranks of echelon, threads that take turns in this process"
     asked = "its default backend" if backend == "undefined" else f'"{backend}"'
     cuda = "" if torch.cuda.is_available() or "nccl" not in backend else ", on CPU tensors"
-    print(
-        f"echelon: init_process_group asks for {asked} and gets {how}{cuda}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"echelon: init_process_group asks for {asked} and gets {how}{cuda}")

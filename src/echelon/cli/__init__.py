@@ -12,10 +12,11 @@ import typer
 import typer.core
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
-from echelon.cli.output import printable_errors, say
+from echelon.cli.output import printable_errors, refusing, say
 from echelon.cli.plan_arguments import plan_with
 from echelon.cli.replay_options import OptionsUntilProgram, replay_with
 from echelon.cli.run_command import World, WorldKind, run_script
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.version import __version__
 
 __all__ = ["app", "main"]
@@ -24,7 +25,8 @@ __all__ = ["app", "main"]
 class CommandsOfTwoWords(typer.core.TyperGroup):
     """Finds the command ``schedule check``, which is no form of ``schedule NAME``.
 
-    No schedule has the name of such a command; ``tests/cli/test_schedule_check.py`` checks it.
+    No schedule has the name of such a command; ``tests/cli/test_schedule_check.py`` checks it. The
+    function of a command returns the exit code; None is 0.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -37,7 +39,8 @@ class CommandsOfTwoWords(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; what it refuses may have come from a file of somebody else."""
         with printable_errors():
-            return super().invoke(ctx)
+            code = super().invoke(ctx)
+        raise typer.Exit(code or 0)
 
 
 app = typer.Typer(
@@ -80,6 +83,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run_scri
 
 
 @app.command("report")
+@refusing(ArgumentError)
 def _report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/gpt.")],
     other: Annotated[
@@ -101,35 +105,23 @@ def _report(
     Prints where the page is: report.html in FOLDER, or compared-with-FOLDER.html in OTHER. The run
     may still go on.
     """
-    from echelon.errors import ArgumentError
     from echelon.observe.report import write_comparison, write_report
+    from echelon.observe.trackers.tracking import send_run
 
     if to:
         if other is not None:
             raise typer.BadParameter("send each run by a command of its own", param_hint="--to")
-        _send(folder, to)
+        say(f"{', '.join(to)}: {send_run(folder, *to)} steps of {folder}")
         return
     if output is not None and other is None:
         raise typer.BadParameter("it is for the page of two runs", param_hint="--output")
-    try:
+    with refusing(ArgumentError, hint="FOLDER"):
         page = write_report(folder) if other is None else write_comparison(folder, other, output)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="FOLDER") from error
     say(page.resolve())
 
 
-def _send(folder: Path, trackers: list[str]) -> None:
-    from echelon.errors import ArgumentError
-    from echelon.observe.trackers.tracking import send_run
-
-    try:
-        num_steps = send_run(folder, *trackers)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
-    say(f"{', '.join(trackers)}: {num_steps} steps of {folder}")
-
-
 @app.command("schedule")
+@refusing(ArgumentError)
 def _schedule(
     name: Annotated[
         str | None, typer.Argument(help="The schedule to draw; without it, a table of all.")
@@ -152,36 +144,32 @@ def _schedule(
     csv: Annotated[Path | None, typer.Option(help="Write the actions of each rank here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the simulated timeline here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with both and numbers.")] = None,
-) -> None:
+) -> int:
     """Compare pipeline schedules for a size, or draw one.
 
     Without NAME all schedules are simulated and one is recommended; --csv, --svg and --html then
     write the recommended one. PyTorch reads the same CSV.
     """
     from echelon.cli import schedule_command
-    from echelon.errors import ArgumentError
 
-    request = schedule_command.ScheduleRequest(
-        name=name,
-        ranks=ranks,
-        microbatches=microbatches,
+    return schedule_command.show(
+        name,
+        ranks,
+        microbatches,
         chunks=chunks,
         costs=costs,
         hop=hop,
         memory_cap=memory_cap,
-        options=tuple(option or ()),
+        options=option or [],
         files={"csv": csv, "svg": svg, "html": html},
     )
-    try:
-        raise typer.Exit(schedule_command.show(request))
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 app.command("plan")(plan_with)
 
 
 @app.command("compare")
+@refusing(ArgumentError, UnsupportedError)
 def _compare(
     script: Annotated[
         str, typer.Argument(help="Defines make_model, batches, loss_fn, optimizer, and train.")
@@ -202,37 +190,24 @@ def _compare(
         int | None, typer.Option(min=1, help="Of plans with pp > 1. Default: 2 for each stage.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the results.")] = None,
-) -> None:
+) -> int:
     """Train on ranks and on one process, and say where they first differ, and why.
 
     SCRIPT is run once, under another name than __main__. Without --plan its train(world, model,
     batches, optimizer) is compared, or its plan. Leaves with 1 if something is not the same.
     """
     from echelon.cli import compare_command
-    from echelon.errors import ArgumentError, UnsupportedError
 
-    request = compare_command.CompareRequest(
-        script=script,
-        plans=tuple(plan or ()),
-        ranks=ranks,
-        steps=steps,
-        world=world.value,
-        clip=clip,
-        microbatches=microbatches,
-        html=html,
-    )
-    try:
-        raise typer.Exit(compare_command.show(request))
-    except (ArgumentError, UnsupportedError) as error:
-        raise typer.BadParameter(str(error)) from error
+    options: dict[str, Any] = {"ranks": ranks, "steps": steps, "world": world.value, "clip": clip}
+    return compare_command.show(script, plan or [], microbatches, html, **options)
 
 
 @app.command("ps")
-def _ps() -> None:
+def _ps() -> int:
     """Show the jobs of this host, and of every rank: step, memory, what it does, and last call."""
     from echelon.cli import running_jobs
 
-    raise typer.Exit(running_jobs.show_jobs())
+    return running_jobs.show_jobs()
 
 
 @app.command("look")
@@ -241,14 +216,15 @@ def _look(
     stacks: Annotated[
         bool, typer.Option("--stacks", help="Also ask every rank for its Python stack.")
     ] = False,
-) -> None:
+) -> int:
     """Show one running job: who waits for whom, in which call, and with --stacks where."""
     from echelon.cli import running_jobs
 
-    raise typer.Exit(running_jobs.show_job(run, with_stacks=stacks))
+    return running_jobs.show_job(run, with_stacks=stacks)
 
 
 @app.command("schedule check")
+@refusing(ArgumentError)
 def _schedule_check(
     file: Annotated[str, typer.Argument(help="A CSV or printed lists; - is the standard input.")],
     rule: Annotated[
@@ -261,28 +237,24 @@ def _schedule_check(
     batched: Annotated[
         bool, typer.Option("--batched", help="Sends and receives in a row are one batch.")
     ] = False,
-) -> None:
+) -> int:
     """Say whether a pipeline schedule that anybody wrote is legal, and who waits for whom.
 
     FILE has the actions of each rank: PyTorch's CSV, with or without sends and receives, or lists
     as they are printed. Exit code 0: legal under each rule. 1: not legal. 2: FILE cannot be read.
     """
     from echelon.cli import schedule_check
-    from echelon.errors import ArgumentError
 
-    try:
-        raise typer.Exit(schedule_check.show(file, rule, batched=batched))
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    return schedule_check.show(file, rule, batched=batched)
 
 
 # The names of functions must not be those of the modules beside this file.
 @app.command("doctor")
-def _doctor() -> None:
+def _doctor() -> int:
     """Check this machine: what echelon can use, and what is missing."""
     from echelon.cli.doctor import examine
 
-    raise typer.Exit(examine())
+    return examine()
 
 
 def main() -> None:

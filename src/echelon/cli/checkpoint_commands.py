@@ -7,8 +7,8 @@ once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +27,6 @@ from echelon.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from echelon.checkpoint.convert.convert import ConvertOptions
     from echelon.checkpoint.step_storage import Place
 
 _MAX_ROWS = 40  # differences or names that are printed
@@ -53,19 +52,70 @@ Folder = Annotated[
 ]
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Print an error as a sentence, and end with exit code 2."""
+    try:
+        yield
+    except (ArgumentError, CheckpointError, OSError) as error:
+        say(f"echelon checkpoint: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
 @app.command("ls")
-def _ls(folder: Folder) -> None:
+@_told()
+def _ls(folder: Folder) -> int:
     """List the steps of a run."""
-    _run(lambda: _list_steps(_place(folder)))
+    from rich import box
+    from rich.table import Table
+
+    from echelon.checkpoint.saved_step import SavedStep
+    from echelon.page import bytes_text
+
+    table = Table(box=box.MARKDOWN)
+    for name in ("step", "ranks", "tensors", "size", "torch", "holds"):
+        table.add_column(name, overflow="fold")
+    code = 0
+    for path in _steps(_place(folder)):
+        try:
+            with SavedStep(path) as step:
+                manifest = step.manifest
+                row = (
+                    str(manifest.step),
+                    str(manifest.world["size"]),
+                    f"{len(manifest.tensors):,}",
+                    bytes_text(sum(file.nbytes for file in manifest.files)),
+                    manifest.versions.get("torch", ""),
+                    ", ".join(sorted(step.sections)),
+                )
+        except (CheckpointCorrupt, CheckpointTooNew) as error:
+            row = (path.name, "", "", "", "", _unread(error))
+            code = 1
+        table.add_row(*map(cell, row))  # somebody else may have written the files
+    _console().print(table)
+    return code
 
 
 @app.command("verify")
-def _verify(folder: Folder) -> None:
+@_told()
+def _verify(folder: Folder) -> int:
     """Compare every byte of each step with its checksum."""
-    _run(lambda: _verify_steps(_place(folder)))
+    from echelon.checkpoint.saved_step import SavedStep
+
+    code = 0
+    for path in _steps(_place(folder)):
+        try:
+            with SavedStep(path) as step:
+                step.verify()
+            say(f"{path.name}: whole")
+        except (CheckpointCorrupt, CheckpointTooNew) as error:
+            say(f"{path.name}: {_unread(error)}")
+            code = 1
+    return code
 
 
 @app.command("convert")
+@_told()
 def _convert(
     source: Annotated[
         str,
@@ -92,7 +142,7 @@ def _convert(
     ] = False,
 ) -> None:
     """Write a state in another form; what was written is read again and compared."""
-    from echelon.checkpoint.convert.convert import ConvertOptions, Form
+    from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
     from echelon.checkpoint.place import place_of
 
     options = ConvertOptions(
@@ -103,23 +153,40 @@ def _convert(
         shard_nbytes=None if shard_mib is None else shard_mib << 20,
         trust_pickle=trust_pickle,
     )
-    _run(lambda: _convert_state(_place(source, is_folder=False), place_of(target), options))
+    done = convert(_place(source, is_folder=False), place_of(target), options)
+    for path in done.written:
+        say(f"wrote {path}")
+    if done.left_out:
+        more = len(done.left_out) - _MAX_ROWS
+        names = ", ".join(done.left_out[:_MAX_ROWS]) + (f" and {more} more" if more > 0 else "")
+        say(f"left out: {names}")
 
 
 @app.command("diff")
-def _diff(first: Folder, second: Folder) -> None:
+@_told()
+def _diff(first: Folder, second: Folder) -> int:
     """Say how two steps differ; for the folder of a run, its newest step."""
-    _run(lambda: _compare_steps(_place(first), _place(second)))
+    from echelon.checkpoint.convert.convert import step_at
+    from echelon.checkpoint.saved_step import SavedStep, differences
+
+    with ExitStack() as stack:
+        places = [_place(first), _place(second)]
+        steps = [stack.enter_context(SavedStep(step_at(place))) for place in places]
+        for step in steps:
+            step.verify()
+        rows = list(differences(*steps))
+    for name, what in rows[:_MAX_ROWS]:
+        say(f"{name}: {what}")
+    if len(rows) > _MAX_ROWS:
+        say(f"and {len(rows) - _MAX_ROWS} more")
+    if not rows:
+        say("the same")
+    return 1 if rows else 0
 
 
-def _run(command: Callable[[], int]) -> None:
-    """Run a command; an error is printed as a sentence, and the exit code is 2."""
-    try:
-        code = command()
-    except (ArgumentError, CheckpointError, OSError) as error:
-        say(f"echelon checkpoint: {error}", err=True)
-        raise typer.Exit(2) from error
-    raise typer.Exit(code)
+def _unread(error: CheckpointCorrupt | CheckpointTooNew) -> str:
+    """Why a step cannot be read."""
+    return f"{'damaged' if isinstance(error, CheckpointCorrupt) else 'not known here'}: {error}"
 
 
 def _place(text: str, *, is_folder: bool = True) -> Place:
@@ -135,93 +202,6 @@ def _place(text: str, *, is_folder: bool = True) -> Place:
             "'echelon checkpoint convert FILE FOLDER'."
         )
     return place
-
-
-def _list_steps(folder: Place) -> int:
-    """Print a row for each step; returns 1 if a step cannot be read."""
-    from rich import box
-    from rich.table import Table
-
-    from echelon.checkpoint.saved_step import SavedStep
-    from echelon.page import bytes_text
-
-    table = Table(box=box.MARKDOWN)
-    for name in ("step", "ranks", "tensors", "size", "torch", "holds"):
-        table.add_column(name, overflow="fold")
-    code = 0
-    for path in _steps(folder):
-        try:
-            with SavedStep(path) as step:
-                manifest = step.manifest
-                row = (
-                    str(manifest.step),
-                    str(manifest.world["size"]),
-                    f"{len(manifest.tensors):,}",
-                    bytes_text(sum(file.nbytes for file in manifest.files)),
-                    manifest.versions.get("torch", ""),
-                    ", ".join(sorted(step.sections)),
-                )
-        except CheckpointCorrupt as error:
-            row = (path.name, "", "", "", "", f"damaged: {error}")
-            code = 1
-        except CheckpointTooNew as error:
-            row = (path.name, "", "", "", "", f"not known here: {error}")
-            code = 1
-        table.add_row(*map(cell, row))  # somebody else may have written the files
-    _console().print(table)
-    return code
-
-
-def _verify_steps(folder: Place) -> int:
-    """Compare all bytes with their checksums, print a line a step; returns 1 if one is damaged."""
-    from echelon.checkpoint.saved_step import SavedStep
-
-    code = 0
-    for path in _steps(folder):
-        try:
-            with SavedStep(path) as step:
-                step.verify()
-            say(f"{path.name}: whole")
-        except CheckpointCorrupt as error:
-            say(f"{path.name}: damaged: {error}")
-            code = 1
-        except CheckpointTooNew as error:
-            say(f"{path.name}: not known here: {error}")
-            code = 1
-    return code
-
-
-def _convert_state(source: Place, target: Place, options: ConvertOptions) -> int:
-    """Write a state in another form, and print the paths that were written."""
-    from echelon.checkpoint.convert.convert import convert
-
-    done = convert(source, target, options)
-    for path in done.written:
-        say(f"wrote {path}")
-    if done.left_out:
-        more = len(done.left_out) - _MAX_ROWS
-        names = ", ".join(done.left_out[:_MAX_ROWS]) + (f" and {more} more" if more > 0 else "")
-        say(f"left out: {names}")
-    return 0
-
-
-def _compare_steps(*folders: Place) -> int:
-    """Verify every byte of two steps and print how they differ; returns 1 if they do."""
-    from echelon.checkpoint.convert.convert import step_at
-    from echelon.checkpoint.saved_step import SavedStep, differences
-
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(SavedStep(step_at(path))) for path in folders)
-        for step in (first, second):
-            step.verify()
-        rows = list(differences(first, second))
-    for name, what in rows[:_MAX_ROWS]:
-        say(f"{name}: {what}")
-    if len(rows) > _MAX_ROWS:
-        say(f"and {len(rows) - _MAX_ROWS} more")
-    if not rows:
-        say("the same")
-    return 1 if rows else 0
 
 
 def _steps(folder: Place) -> Iterable[Place]:

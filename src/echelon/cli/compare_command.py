@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.cli.output import say
 from echelon.errors import ArgumentError
-from echelon.laboratory.compare import WorldName, compare
+from echelon.laboratory.compare import compare
 from echelon.laboratory.comparison import Comparison
 from echelon.launch.program import Program
 from echelon.page import page, section
@@ -26,47 +25,39 @@ _NEEDED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareRequest:
-    """The arguments of the command line, as they were written.
+def show(
+    script: str,
+    plans: Sequence[str],
+    microbatches: int | None,
+    html: Path | None,
+    *,
+    ranks: int | None,
+    **options: Any,
+) -> int:
+    """Print what each comparison found; returns 1 if one of them is not the same.
 
-    Attributes:
-        script: the path of a script.
-        plans: texts such as ``"pp=2,shard=2"``; without any, what the script has.
-        ranks: how many train by the function of the script; None for its default.
-        steps: how many.
-        world: where ranks run.
-        clip: the largest norm of gradients; None for any.
+    Args:
+        plans: texts such as ``"pp=2,shard=2"``; without any, what the script has is compared.
         microbatches: of plans with stages; None for twice as many as stages.
         html: where a page is written; None for no page.
-    """
-
-    script: str
-    plans: tuple[str, ...]
-    ranks: int | None
-    steps: int
-    world: WorldName
-    clip: float | None
-    microbatches: int | None
-    html: Path | None
-
-
-def show(request: CompareRequest) -> int:
-    """Print what each comparison found; returns 1 if one of them is not the same.
+        ranks: how many train by the function of the script; None for its default.
+        options: of ``ec.compare``.
 
     Raises:
         ArgumentError: the script lacks a name, or a comparison is refused.
     """
-    names = _names_in(request.script)
+    names = _names_in(script)
+    targets: Iterator[Any] = (_plan_of(text, microbatches) for text in plans)
     results = []
-    for target in _targets(request, names):
-        results.append(_compared(request, names, target))
+    for target in targets if plans else _targets(script, names):
+        of_target = {"units": names.get("units")} if isinstance(target, Plan) else {"ranks": ranks}
+        results.append(_compared(names, target, **of_target, **options))
         say(results[-1])
-    if request.html is not None:
+    if html is not None:
         body = [section(result.what, "", result._repr_html_()) for result in results]
-        title = f"{Path(request.script).name} compared with one process"
-        request.html.write_text(page(title, "in float64", body), encoding="utf-8")
-        say(request.html)
+        title = f"{Path(script).name} compared with one process"
+        html.write_text(page(title, "in float64", body), encoding="utf-8")
+        say(html)
     return 0 if all(result.same for result in results) else 1
 
 
@@ -88,19 +79,15 @@ def _names_in(script: str) -> Mapping[str, Any]:
     return names
 
 
-def _targets(request: CompareRequest, names: Mapping[str, Any]) -> Iterator[Any]:
-    """The plans and functions to compare with one process."""
-    for text in request.plans:
-        yield _plan_of(text, request.microbatches)
-    if request.plans:
-        return
+def _targets(script: str, names: Mapping[str, Any]) -> list[Any]:
+    """The plan and the function of a script, which are compared with one process."""
     targets = [names[name] for name in ("plan", "train") if name in names]
     if not targets:
         raise ArgumentError(
-            f"{request.script} defines neither train, a function of (world, model, batches, "
+            f"{script} defines neither train, a function of (world, model, batches, "
             "optimizer), nor plan, an ec.Plan: write one, or give --plan"
         )
-    yield from targets
+    return targets
 
 
 def _plan_of(text: str, microbatches: int | None) -> Plan:
@@ -112,18 +99,13 @@ def _plan_of(text: str, microbatches: int | None) -> Plan:
     return Plan.parse(text, **options)
 
 
-def _compared(request: CompareRequest, names: Mapping[str, Any], target: Any) -> Comparison:
+def _compared(names: Mapping[str, Any], target: Any, **options: Any) -> Comparison:
     batches = names["batches"]
-    is_plan = isinstance(target, Plan)
     return compare(
         names["make_model"],
         batches() if callable(batches) else batches,
         target,
         loss_fn=names["loss_fn"],
         optimizer=names["optimizer"],
-        steps=request.steps,
-        ranks=None if is_plan else request.ranks,
-        world=request.world,
-        clip=request.clip,
-        units=names.get("units") if is_plan else None,
+        **options,
     )

@@ -1,4 +1,4 @@
-"""What commands print: text that may be somebody else's, which a terminal must not obey."""
+"""What commands print and refuse: texts that may be others', which a terminal must not obey."""
 
 from __future__ import annotations
 
@@ -41,4 +41,17 @@ def printable_errors() -> Iterator[None]:
         raise
 
 
-__all__ = ["cell", "printable_errors", "say"]
+@contextmanager
+def refusing(*errors: type[Exception], hint: str | None = None) -> Iterator[None]:
+    """Let these errors end a command as wrong usage of it; also a decorator of a whole command.
+
+    Args:
+        hint: the option or argument that is wrong, where it is known.
+    """
+    try:
+        yield
+    except errors as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+
+
+__all__ = ["cell", "printable_errors", "refusing", "say"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from echelon.cli.output import refusing
+from echelon.errors import ArgumentError
 
 if TYPE_CHECKING:
     from echelon.planner.software_stack import MeasuredCluster
@@ -60,6 +62,7 @@ _OF_FAILURES = {"save_rate", "restart"}
 _OF_TABLE = {"best", "refused", "explain", "html", "goal", "price"}
 
 
+@refusing(ArgumentError)
 def plan_with(
     context: typer.Context,
     model: _Model = None,
@@ -84,7 +87,7 @@ def plan_with(
     as_json: _AsJson = False,
     html: _Html = None,
     check: _Check = None,
-) -> None:
+) -> int:
     """Find the plans that fit a cluster that is not here, and the best of them.
 
     Exit code 1: no plan fits, and the nearest ones are named, or the script of --check does not.
@@ -92,34 +95,30 @@ def plan_with(
     from echelon.cli import plan_command, what_if_command
 
     _check_options(context)
+    fixed = fix or []
     if check is not None and cluster is not None:
+        from echelon.cli import script_check_command  # which brings torch
+
         words = [*([] if model is None else [str(model)]), *(arguments or [])]
-        _leave(lambda: _checked(check, words, cluster, fix or [], max_memory))
+        return script_check_command.show(check, words, cluster, fixed, max_memory)
     if model is None or global_batch is None or arguments or check is not None:
         raise typer.BadParameter("give one MODEL and --global-batch, or --check and a script")
-    request = plan_command.PlanRequest(
-        model=model,
-        cluster=_measured(measure) if cluster is None else cluster,
+    failures = what_if_command.failures_of(mtbf, save_rate, restart)
+    space = plan_command.searched(
+        model,
+        _measured(measure) if cluster is None else cluster,
         global_batch=global_batch,
         seq=seq,
-        goal=goal,
         price=price,
         axes=axes,
         stack=stack,
-        fixed=tuple(fix or ()),
+        fixed=fixed,
         max_memory_gib=max_memory,
-        best=best,
-        refused=refused,
-        explain=explain,
-        as_json=as_json,
-        html=html,
+        keep=max(best, explain or 1),
     )
-    what_if = what_if_command.WhatIf(
-        scale=scale, mtbf_hours=mtbf, save_gbytes=save_rate, restart_minutes=restart
-    )
-    if scale or mtbf is not None:
-        _leave(lambda: what_if_command.show(request, what_if))
-    _leave(lambda: plan_command.show(request))
+    if scale or failures is not None:
+        return what_if_command.show(space, scale, failures, as_json=as_json)
+    return plan_command.show(space, goal, best, refused, explain, html, as_json=as_json)
 
 
 def _check_options(context: typer.Context) -> None:
@@ -143,26 +142,8 @@ def _check_options(context: typer.Context) -> None:
         raise typer.BadParameter(f"{options[name]} does nothing with {situation}: leave it out")
 
 
-def _checked(
-    script: str, words: list[str], cluster: str, fix: list[str], max_memory: float | None
-) -> int:
-    from echelon.cli import script_check_command  # which brings torch
-
-    return script_check_command.show(script, words, cluster, fix, max_memory)
-
-
 def _measured(ranks: int | None) -> MeasuredCluster:
     from echelon.planner.measured_cluster import measure_cluster  # which brings torch
 
     assert ranks is not None, "there is no cluster"
     return measure_cluster(ranks)
-
-
-def _leave(show: Callable[[], int]) -> NoReturn:
-    """End the command with the code that ``show`` returns, or with what is wrong."""
-    from echelon.errors import ArgumentError
-
-    try:
-        raise typer.Exit(show())
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error

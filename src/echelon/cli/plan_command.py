@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -34,87 +33,69 @@ _MOST_REFUSED = 3  # where none fits
 _AXES = ("tp", "cp", "ep", "pp", "chunks", "dp", "shard", "microbatch", "microbatches")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """The arguments of the command line, as they were written.
+def searched(
+    model: Path,
+    cluster: Place,
+    *,
+    global_batch: int,
+    seq: int | None,
+    price: float | None,
+    axes: str,
+    stack: str,
+    fixed: Sequence[str],
+    max_memory_gib: float | None,
+    keep: int,
+) -> LayoutSpace:
+    """The model, the cluster, the constants and the limits that options name, as ``ec.plan``."""
+    nbytes = max_memory_gib
+    if nbytes is not None:
+        nbytes = positive("--max-memory", nbytes, MOST_BYTES / 2**30) * 2**30
+    limits = limits_of(global_batch, _axes(fixed), nbytes, axes, keep)  # type: ignore[arg-type]
+    place, software = place_of(cluster, price, stack)
+    return LayoutSpace(described(model, seq), place, software, limits)
 
-    Attributes:
-        model: a file or folder that describes the model.
-        cluster: a text or a file that describes the cluster.
-        global_batch: sequences of a step.
-        seq: tokens of a sequence; None: as many as the model's file says.
-        goal: what is best.
-        price: of a device for an hour; None: that of the cluster's file.
-        axes: which are looked at.
-        stack: the name of the fitted constants.
-        fixed: axes that are given, each as ``pp=4``.
-        max_memory_gib: GiB of a device that may be allocated.
+
+def show(
+    space: LayoutSpace,
+    goal: str,
+    best: int,
+    num_refused: int,
+    explain: int | None,
+    html: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Print the best plans; returns 1 if none fits.
+
+    Args:
         best: how many plans are shown.
-        refused: how many plans that do not fit are shown.
+        num_refused: how many plans that do not fit are shown; at least some where none fits.
         explain: the number of a plan whose terms are shown.
-        as_json: whether JSON is printed.
         html: where a page is written; None for no page.
     """
-
-    model: Path
-    cluster: Place
-    global_batch: int
-    seq: int | None
-    goal: str
-    price: float | None
-    axes: str
-    stack: str
-    fixed: Sequence[str]
-    max_memory_gib: float | None
-    best: int
-    refused: int
-    explain: int | None
-    as_json: bool
-    html: Path | None
-
-
-def searched(request: PlanRequest) -> LayoutSpace:
-    """What a request asks for: the model, the cluster, the constants and the limits."""
-    limits = limits_of(
-        request.global_batch,
-        _axes(request.fixed),
-        _bytes(request.max_memory_gib),
-        request.axes,  # type: ignore[arg-type]  # which is checked there, as is the goal
-        max(request.best, request.explain or 1),
-    )
-    place, software = place_of(request.cluster, request.price, request.stack)
-    return LayoutSpace(described(request.model, request.seq), place, software, limits)
-
-
-def _bytes(gib: float | None) -> float | None:
-    return None if gib is None else positive("--max-memory", gib, MOST_BYTES / 2**30) * 2**30
-
-
-def show(request: PlanRequest) -> int:
-    """Print the best plans; returns 1 if none fits."""
-    plans = Plans(searched(request), request.goal)  # type: ignore[arg-type]
-    if request.as_json:
-        say(json.dumps(_record(plans, request), indent=2))
-    elif not plans:
-        say(f"None of {plans.num_layouts} plans fits. The nearest:")
-    elif request.explain is not None:
-        _explain(plans, request.explain)
+    plans = Plans(space, goal)  # type: ignore[arg-type]
+    if as_json:
+        say(json.dumps(_record(plans, best, num_refused), indent=2))
     else:
-        _table(plans, request.best)
-    if not request.as_json:
-        for refused in _nearest(plans, request):
+        if not plans:
+            say(f"None of {plans.num_layouts} plans fits. The nearest:")
+        elif explain is not None:
+            _explain(plans, explain)
+        else:
+            _table(plans, best)
+        for refused in _nearest(plans, num_refused):
             say(f"  {refused}")
-    if not plans and not request.as_json:
-        say(f"{plans.how_many_fit()}.")
-    if request.html is not None:
-        write_files({"html": request.html}, lambda form: plans_page(plans), "the page of plans")
+        if not plans:
+            say(f"{plans.how_many_fit()}.")
+    if html is not None:
+        write_files({"html": html}, lambda form: plans_page(plans), "the page of plans")
     return 0 if plans else 1
 
 
-def _nearest(plans: Plans, request: PlanRequest) -> Sequence[RefusedPlan]:
+def _nearest(plans: Plans, num_refused: int) -> Sequence[RefusedPlan]:
     """Some that do not fit, where none does or they are asked for: only then does one wait until
     every plan has been looked at."""
-    count = request.refused or _MOST_REFUSED * (not plans)
+    count = num_refused or _MOST_REFUSED * (not plans)
     return plans.refused[:count] if count else ()
 
 
@@ -136,13 +117,13 @@ def _axis(text: str) -> tuple[str, int | str]:
     return name, int(value)
 
 
-def _record(plans: Plans, request: PlanRequest) -> dict[str, object]:
+def _record(plans: Plans, best: int, num_refused: int) -> dict[str, object]:
     return {
         "num_layouts": plans.num_layouts,
         "num_fitting": plans.num_fitting,
         "goal": plans.goal,
-        "plans": [_plan_record(priced) for priced in plans[: request.best]],
-        "refused": [_refusal_record(refused) for refused in _nearest(plans, request)],
+        "plans": [_plan_record(priced) for priced in plans[:best]],
+        "refused": [_refusal_record(refused) for refused in _nearest(plans, num_refused)],
     }
 
 

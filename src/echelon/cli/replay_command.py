@@ -7,7 +7,6 @@ import pdb
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TextIO
@@ -29,72 +28,52 @@ from echelon.laboratory.rank_frames import (
 from echelon.laboratory.rank_replay import RankReplay, StepReplayed
 from echelon.laboratory.replay import Replay, replay_program
 from echelon.laboratory.replayed_program import NamedProgram, command_of, no_program
-from echelon.launch.program import Program
 from echelon.launch.rank_lines import WholeLines
 from echelon.launch.run import entered
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayRequest:
-    """The arguments of the command line.
+def show(
+    run: Path,
+    program: NamedProgram | None,
+    *,
+    step: int | None,
+    rank: int | None,
+    opens_pdb: bool,
+    batch_of: int | None,
+    anyway: bool,
+) -> int:
+    """Replay the step, and print how it went; returns 1 if that is not as in the run.
 
-    Attributes:
-        run: the folder of the run.
-        program: the script or module that each rank executes; None if none is named.
-        arguments: of the program.
-        is_module: whether the program is a module.
-        function: of the program, which it gives to ``ec.run``; empty if it does not.
+    Args:
+        program: that each rank executes; None if none is named.
         step: to compute again; None for the last one.
         rank: whose output and error are shown; None for all, and the first that failed.
         opens_pdb: whether to open the debugger where the rank ended.
         batch_of: another step whose batch is taken; None for its own.
         anyway: also with another script or other versions.
-    """
-
-    run: Path
-    program: str | None
-    arguments: tuple[str, ...]
-    is_module: bool
-    function: str
-    step: int | None
-    rank: int | None
-    opens_pdb: bool
-    batch_of: int | None
-    anyway: bool
-
-
-def show(request: ReplayRequest) -> int:
-    """Replay the step, and print how it went; returns 1 if that is not as in the run.
 
     Raises:
         BlackboxError: the step cannot be replayed.
         ArgumentError: the program cannot be found, or there is no such rank.
     """
-    run = request.run.absolute()
-    if request.program is None:
+    run = run.absolute()
+    if program is None:
         raise no_program(kept_attempts(run)[-1].facts)
-    program = NamedProgram(
-        program=Program(request.program, request.is_module),
-        function=request.function,
-        arguments=request.arguments,
-    )
-    if request.rank is not None:
-        checks.rank("--rank", request.rank, kept_steps(run, request.step).facts.ranks)
-    if request.step is None:
+    if rank is not None:
+        checks.rank("--rank", rank, kept_steps(run, step).facts.ranks)
+    if step is None:
         newest = kept_attempts(run)[-1]
         ranges = newest.ranges()
         if ranges and (lost := newest.lost_after(ranges[-1][1])):
             say(f"echelon: {lost}", err=True)
-    with _output_of_step(request.rank):
-        result = replay_program(
-            run, program, step=request.step, batch_of=request.batch_of, anyway=request.anyway
-        )
-    rank = request.rank if request.rank is not None else result.first_failed
+    with _output_of_step(rank):
+        result = replay_program(run, program, step=step, batch_of=batch_of, anyway=anyway)
+    rank = rank if rank is not None else result.first_failed
     if rank in result.errors:
         lines = failure_report([FailureRecord.of(result.errors[rank], rank)], [])
         say("\n".join(lines))
     say(result)
-    if request.opens_pdb:
+    if opens_pdb:
         _open_pdb(result, 0 if rank is None else rank)
     return 0 if result.same else 1
 

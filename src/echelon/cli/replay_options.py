@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from echelon.cli.output import refusing
+from echelon.errors import ArgumentError, BlackboxError, StateError
+
 
 class OptionsUntilProgram(typer.core.TyperCommand):
     """Takes options before and after RUN; from PROGRAM on, all words are the program's."""
@@ -42,6 +45,7 @@ Anyway = Annotated[
 ]
 
 
+@refusing(ArgumentError, BlackboxError, StateError)
 def replay_with(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a run with an ec.Blackbox.")
@@ -72,31 +76,28 @@ def replay_with(
     keeps: Annotated[
         bool, typer.Option("--keep", help="Keep the newest steps of a running job for good.")
     ] = False,
-) -> None:
+) -> int:
     """Compute a step of a run again, on simulated ranks of this process, bit for bit.
 
     PROGRAM is executed with ARGUMENTS; nothing that RUN names is. Options stand before PROGRAM.
     Leaves with 1 if the step does not do what it did in the run.
     """
     from echelon.cli import replay_command
-    from echelon.errors import ArgumentError, BlackboxError, StateError
+    from echelon.laboratory.replayed_program import NamedProgram
+    from echelon.launch.program import Program
 
-    request = replay_command.ReplayRequest(
-        run=run,
-        program=program,
-        arguments=tuple(arguments or ()),
-        is_module=module,
-        function=function,
+    if shows_kept or keeps:
+        return replay_command.show_kept(run) if shows_kept else replay_command.keep_newest(run)
+    named = None
+    if program is not None:
+        words = tuple(arguments or ())
+        named = NamedProgram(program=Program(program, module), function=function, arguments=words)
+    return replay_command.show(
+        run,
+        named,
         step=step,
         rank=rank,
         opens_pdb=opens_pdb,
         batch_of=batch_of,
         anyway=anyway,
     )
-    try:
-        if shows_kept or keeps:
-            look = replay_command.show_kept if shows_kept else replay_command.keep_newest
-            raise typer.Exit(look(run))
-        raise typer.Exit(replay_command.show(request))
-    except (ArgumentError, BlackboxError, StateError) as error:
-        raise typer.BadParameter(str(error)) from error

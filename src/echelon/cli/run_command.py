@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from echelon.cli.output import say
-from echelon.errors import UnsupportedError
+from echelon.cli.output import refusing, say
+from echelon.errors import ArgumentError, UnsupportedError
 from echelon.launch.program import Launch, Program
 from echelon.process import time_limits
 from echelon.process.operating_system import require_linux
@@ -107,7 +107,7 @@ def run_script(
     step: Step = False,
     rules: Rules = None,
     show_command: ShowCommand = False,
-) -> None:
+) -> int:
     """Run SCRIPT on many ranks of this machine.
 
     The script gets its world from echelon.init(). Processes are started and ended by torch's
@@ -135,7 +135,7 @@ def run_script(
 
         run = partial(run_threads, tee=tee, rules=rules and rules.value)
         run_ranks = _step_through if step else None
-        raise typer.Exit(run(program, arguments or [], ranks, timeout, run_ranks=run_ranks))
+        return run(program, arguments or [], ranks, timeout, run_ranks=run_ranks)
     launch = Launch(
         program=program,
         arguments=tuple(arguments or ()),
@@ -146,16 +146,12 @@ def run_script(
         timeout=timeout,
         tee=tee,
     )
-    _run_or_show(launch, show_command)
-
-
-def _run_or_show(launch: Launch, show_command: bool) -> None:
-    from echelon.launch import local_job
-
     if show_command:
         say(launch.shown())
-        return
-    raise typer.Exit(local_job.run_processes(launch))
+        return 0
+    from echelon.launch import local_job
+
+    return local_job.run_processes(launch)
 
 
 def _step_through(fn: Callable[..., Any], ranks: int, **options: Any) -> None:
@@ -169,10 +165,8 @@ def _refuse_for(
 ) -> None:
     """Refuse ranks that this system has not, and options that are for the other kind of ranks."""
     if world is WorldKind.PROCESSES:
-        try:
+        with refusing(UnsupportedError, hint="--world"):
             require_linux("worlds of processes")
-        except UnsupportedError as error:
-            raise typer.BadParameter(str(error), param_hint="--world") from error
     given, sentences = of_threads, dict.fromkeys(of_threads, "it is for --world threads")
     sentences["--step"] = "it holds simulated ranks: use it with --world threads"
     if world is WorldKind.THREADS:
@@ -189,7 +183,6 @@ def _refuse_for(
 
 def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
     """The number of ranks to start, from --ranks or from a plan among the script's arguments."""
-    from echelon.errors import ArgumentError
     from echelon.plans.axes import axes_of, plan_argument
 
     text = plan_argument(arguments)
@@ -200,10 +193,8 @@ def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
                 param_hint="--ranks",
             )
         return ranks
-    try:
+    with refusing(ArgumentError, hint="--plan"):
         planned = prod(axes_of(text).values())
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--plan") from error
     if ranks is not None and ranks != planned:
         raise typer.BadParameter(
             f"it is {ranks}, and --plan {text} is for {planned}: leave --ranks out, or change "

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -20,7 +20,7 @@ from echelon.diagnosis import stacks
 from echelon.diagnosis.flight_recorder import RECORDER_NAME, FlightRecorder, Phase, RankStatus
 from echelon.launch.program import Launch
 from echelon.process.command_words import masked
-from echelon.process.process_status import ProcessStatus, activity, resident_nbytes
+from echelon.process.process_status import ProcessStatus, resident_nbytes
 
 _HEADS = ("rank", "pid", "step", "memory", "does", "last call")
 
@@ -154,15 +154,9 @@ def _cells(status: RankStatus) -> tuple[str, ...]:
 
 
 def _doing(status: RankStatus) -> str:
-    if status.ended:
-        return "has ended"
-    if status.phase is Phase.STARTING:
+    if status.phase is Phase.STARTING and not status.ended:
         return "is in echelon.init()"
-    if status.phase >= Phase.CLOSING:
-        return "has closed its world"
-    if status.waits_for is not None:
-        return f"waits for rank {status.waits_for}"
-    return activity(status.pid, status.native_id)
+    return replace(status, gave_up_on=None).doing  # it may do something else since
 
 
 def _command(pid: int) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,55 +17,38 @@ from echelon.pipeline.schedules.render import to_page, to_svg, to_text
 from echelon.pipeline.schedules.simulate import Simulation, simulate
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleRequest:
-    """The arguments of the command line, as they were written.
-
-    Attributes:
-        name: the name of a schedule; None for the table of all.
-        ranks: the number of ranks.
-        microbatches: the number of microbatches.
-        chunks: a number, or several with commas between them.
-        costs: pairs such as ``F=1`` with commas between them.
-        hop: the time of a message.
-        memory_cap: the most microbatches that may be alive on a rank.
-        options: the options of the schedule, each as ``k=2``.
-        files: the paths of the files to write, by format.
-    """
-
-    name: str | None
-    ranks: int
-    microbatches: int
-    chunks: str | None
-    costs: str
-    hop: float
-    memory_cap: float | None
-    options: tuple[str, ...]
-    files: Mapping[str, Path | None]
-
-
-def show(request: ScheduleRequest) -> int:
+def show(
+    name: str | None,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: str | None,
+    costs: str,
+    hop: float,
+    memory_cap: float | None,
+    options: Sequence[str],
+    files: Mapping[str, Path | None],
+) -> int:
     """Print the table or the drawing and write the files; returns 1 without a recommendation."""
-    costs = {name: float(_number(text, "--costs")) for name, text in _pairs(request.costs)}
-    costs["hop"] = request.hop
-    if request.name is not None:
-        simulation = _named(request, costs)
+    times = {part: float(_number(text, "--costs")) for part, text in _pairs(costs)} | {"hop": hop}
+    if name is not None:
+        simulation = _named(name, ranks, microbatches, chunks, times, options)
+        if memory_cap is not None and max(simulation.peak) > memory_cap:
+            raise ArgumentError(
+                f"{name} keeps {max(simulation.peak):g} microbatches alive on a rank, more than "
+                f"--memory-cap {memory_cap:g}"
+            )
+        _print_drawing(simulation)
     else:
-        if request.options:
+        if options:
             raise ArgumentError("--option belongs to one schedule; give its NAME too")
-        chunks = [_whole(text, "--chunks") for text in (request.chunks or "1,2,4").split(",")]
-        choice = choose(
-            request.ranks,
-            request.microbatches,
-            chunks=chunks,
-            costs=costs,
-            memory_cap=request.memory_cap,
-        )
-        _print_table(request, choice)
+        numbers = [_whole(text, "--chunks") for text in (chunks or "1,2,4").split(",")]
+        choice = choose(ranks, microbatches, chunks=numbers, costs=times, memory_cap=memory_cap)
+        _print_table(f"{ranks} ranks, {microbatches} microbatches", choice)
         if choice.recommended is None:
             return 1
         simulation = choice.recommended.simulation
-    write_files(request.files, partial(_file, simulation), simulation.schedule.name)
+    write_files(files, partial(_file, simulation), simulation.schedule.name)
     return 0
 
 
@@ -91,40 +73,40 @@ def write_files(files: Mapping[str, Path | None], drawn: Callable[[str], str], w
         say(f"{what} is in {path}", err=True)  # what a program reads stays JSON
 
 
-def _named(request: ScheduleRequest, costs: dict[str, float]) -> Simulation:
-    """Simulate the schedule with the requested name, and draw it."""
-    assert request.name is not None
-    family = FAMILIES.get(request.name)
+def _named(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: str | None,
+    times: Mapping[str, float],
+    options: Sequence[str],
+) -> Simulation:
+    """Simulate the schedule of this name."""
+    family = FAMILIES.get(name)
     usual = (family.chunks or 2) if family is not None else 1
-    chunks = usual if request.chunks is None else _whole(request.chunks, "--chunks")
-    options: dict[str, int | bool] = {}
-    for name, text in (pair for option in request.options for pair in _pairs(option)):
+    num_chunks = usual if chunks is None else _whole(chunks, "--chunks")
+    values: dict[str, int | bool] = {}
+    for option, text in (pair for pairs in options for pair in _pairs(pairs)):
         number = _whole(text, "--option")
-        options[name] = bool(number) if name == "fused" else number
-    chosen = schedule(
-        request.name, request.ranks * chunks, request.microbatches, request.ranks, **options
-    )
-    by_stage = {name: cost / (1 if name == "hop" else chunks) for name, cost in costs.items()}
-    simulation = simulate(chosen, by_stage)
-    if request.memory_cap is not None and max(simulation.peak) > request.memory_cap:
-        raise ArgumentError(
-            f"{request.name} keeps {max(simulation.peak):g} microbatches alive on a rank, more "
-            f"than --memory-cap {request.memory_cap:g}"
-        )
+        values[option] = bool(number) if option == "fused" else number
+    chosen = schedule(name, ranks * num_chunks, microbatches, ranks, **values)
+    by_stage = {part: time / (1 if part == "hop" else num_chunks) for part, time in times.items()}
+    return simulate(chosen, by_stage)
+
+
+def _print_drawing(simulation: Simulation) -> None:
     try:
         say(to_text(simulation.timeline))
     except ArgumentError:  # it is too wide for a terminal; the lists without times fit
-        say(str(chosen))
+        say(str(simulation.schedule))
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak)
     say(
         f"time {simulation.makespan:.4g}, bubble {simulation.span_bubble:.2%} "
         f"(own {simulation.own_bubble:.2%}), peak by rank: {peaks}"
     )
-    return simulation
 
 
-def _print_table(request: ScheduleRequest, choice: Choice) -> None:
-    title = f"{request.ranks} ranks, {request.microbatches} microbatches"
+def _print_table(title: str, choice: Choice) -> None:
     table = Table(title=title, title_justify="left", pad_edge=False)
     table.add_column("")
     table.add_column("schedule", no_wrap=True)

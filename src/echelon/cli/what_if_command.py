@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from rich.console import Console
@@ -13,9 +12,8 @@ from rich.table import Table
 
 from echelon.checks import is_count, positive
 from echelon.cli.output import cell, say
-from echelon.cli.plan_command import PlanRequest, searched
 from echelon.errors import ArgumentError
-from echelon.planner.operations import PlannedModel
+from echelon.planner.layout_space import LayoutSpace
 from echelon.planner.plan_options import layout_text
 from echelon.planner.what_if import FailureCost, ScalePoint, failure_cost, scaled
 
@@ -24,40 +22,48 @@ _MOST = 1e15
 _TOKENS = 1e9  # that device hours are given for
 
 
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """What is asked.
+def failures_of(
+    mtbf_hours: float | None, save_gbytes: float | None, restart_minutes: float
+) -> dict[str, float] | None:
+    """What ``failure_cost`` takes of failures; None if nothing fails.
 
-    Attributes:
-        scale: numbers of devices with commas between them; empty: those of the cluster.
+    Args:
         mtbf_hours: between two failures of one host, in the mean; None: nothing fails.
         save_gbytes: that one host saves in a second.
         restart_minutes: from a failure until the training goes on.
     """
-
-    scale: str
-    mtbf_hours: float | None
-    save_gbytes: float | None
-    restart_minutes: float
-
-
-def show(request: PlanRequest, what_if: WhatIf) -> int:
-    """Print the best plan of each size; returns 1 if there is none for any."""
-    if what_if.mtbf_hours is not None and what_if.save_gbytes is None:
+    if mtbf_hours is None:
+        return None
+    if save_gbytes is None:
         raise ArgumentError(
             "--mtbf needs --save-rate, the GB that one host saves in a second: measure it with a "
             "save of this training, or with dd on its file system"
         )
-    if what_if.mtbf_hours is not None:
-        positive("--mtbf", what_if.mtbf_hours, _MOST)
-        positive("--save-rate", what_if.save_gbytes, _MOST)
-        positive("--restart", what_if.restart_minutes, _MOST)
-    space = searched(request)
-    sizes = _sizes(what_if.scale) if what_if.scale else [space.cluster.num_devices]
+    return {
+        "mtbf_s": positive("--mtbf", mtbf_hours, _MOST) * _HOUR,
+        "save_rate": positive("--save-rate", save_gbytes, _MOST) * 1e9,
+        "restart_s": positive("--restart", restart_minutes, _MOST) * 60,
+    }
+
+
+def show(
+    space: LayoutSpace, scale: str, failures: dict[str, float] | None, *, as_json: bool
+) -> int:
+    """Print the best plan of each size; returns 1 if there is none for any.
+
+    Args:
+        scale: numbers of devices with commas between them; empty: those of the cluster.
+    """
+    sizes = _sizes(scale) if scale else [space.cluster.num_devices]
     points = scaled(space, sizes)
-    costs = [_cost(space.model, point, what_if) for point in points]
+    costs = [
+        None
+        if failures is None or point.plan is None
+        else failure_cost(space.model, point.cluster, **failures)
+        for point in points
+    ]
     rows = [_row(point, cost) for point, cost in zip(points, costs, strict=True)]
-    if request.as_json:
+    if as_json:
         say(json.dumps(rows, indent=2))
     else:
         _table(rows)
@@ -69,19 +75,6 @@ def _sizes(text: str) -> list[int]:
     if not all(is_count(size.strip()) for size in sizes):
         raise ArgumentError(f"--scale is {text!r:.80}: give numbers of devices, such as 8,16,32")
     return [int(size) for size in sizes]
-
-
-def _cost(model: PlannedModel, point: ScalePoint, what_if: WhatIf) -> FailureCost | None:
-    if what_if.mtbf_hours is None or point.plan is None:
-        return None
-    assert what_if.save_gbytes is not None, "refused before"
-    return failure_cost(
-        model,
-        point.cluster,
-        mtbf_s=what_if.mtbf_hours * _HOUR,
-        save_rate=what_if.save_gbytes * 1e9,
-        restart_s=what_if.restart_minutes * 60,
-    )
 
 
 def _row(point: ScalePoint, cost: FailureCost | None) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -26,10 +25,12 @@ from echelon.diagnosis import stacks
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.flight_recorder import VARIABLE
 from echelon.diagnosis.rank_monitor import RankMonitor
-from echelon.diagnosis.stuck_ranks import StuckRank, StuckRankRule, error_of, sign_of
+from echelon.diagnosis.stuck_ranks import NO_PYTHON, StuckRank, StuckRankRule, error_of, sign_of
 from echelon.errors import CommTimeout, WorldError
+from echelon.errors.message_text import say
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
+from echelon.process.process_end import end_now, failing_process
 from echelon.process.process_status import activity
 from echelon.process.replacement import Replacement
 
@@ -48,15 +49,6 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     return None
 
 
-def ends_process(owner: int) -> bool:
-    """Whether what ``sys.excepthook`` is called for ends the process ``owner``.
-
-    multiprocessing calls it, too, for its thread that serves files to others, mostly in a fork of
-    a rank that loads data for it.
-    """
-    return os.getpid() == owner and threading.current_thread() is threading.main_thread()
-
-
 def before_failing(act: Callable[[BaseException], None]) -> Callable[[], None]:
     """Call ``act`` with the exception that ends this process, before Python reports it.
 
@@ -68,7 +60,9 @@ def before_failing(act: Callable[[BaseException], None]) -> Callable[[], None]:
     def act_and_report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if ends_process(owner):
+        # multiprocessing calls the hook, too, for its thread that serves files to others, mostly in
+        # a fork of a rank that loads data for it.
+        if os.getpid() == owner and threading.current_thread() is threading.main_thread():
             act(error)
         hook.original(kind, error, trace)
 
@@ -98,9 +92,30 @@ def install_failure_record(
         try:
             FailureRecord.of(error, rank, where()).write(path)
         except OSError as problem:  # the exception itself must still be seen
-            print(f"cannot write the failure record {path}: {problem}", file=sys.stderr)
+            say(f"cannot write the failure record {path}: {problem}")
 
     return before_failing(record)
+
+
+def guard_script(
+    rank: int,
+    where: Callable[[], str],
+    *,
+    fail: Callable[[BaseException], None],
+    leave: Callable[[], None],
+) -> None:
+    """Have the launcher and the other ranks told how the script of this process ends.
+
+    Args:
+        where: says how far the rank has come.
+        fail: tells the others of an exception that ends it.
+        leave: tells them that it has ended in good order.
+    """
+    if path := error_file():
+        install_failure_record(path, rank, where)
+        outlive_termination()
+    before_failing(fail)
+    atexit.register(failing_process(leave))
 
 
 def outlive_termination() -> None:
@@ -179,45 +194,30 @@ def _end_without_agent(
         f"the agent of torchrun on the host of rank {monitor.rank} (process {agent}) has ended, "
         "and its ranks end with it: look why it did, and start the job again"
     )
-    print(f"rank {monitor.rank} {status.where}: {error}", file=sys.stderr, flush=True)
+    say(f"rank {monitor.rank} {status.where}: {error}")
     with suppress(RuntimeError):  # Python starts no more threads at its end
         run_in_background("echelon last words", close, error).join(time_limits.TELL_S)
-    end_now()
+    end_now(1, flush_s=time_limits.FLUSH_S)
 
 
 def _error(monitor: RankMonitor, timeout_s: float) -> CommTimeout:
     status = monitor.statuses()[monitor.rank]
-    stuck = StuckRank(
-        rank=status.rank,
-        where=status.where,
-        activity=activity(status.pid, status.native_id),
-        call=status.call,
-        stack=stacks.of_this_process(status.thread_id),
-        silence="it runs no code of Python",
-    )
+    doing, thread = activity(status.pid, status.native_id), status.thread_id
     if status.script_ended:
-        stuck = _at_the_end(stuck)
-    return error_of([stuck], timeout_s)
+        left = awaited_threads()
+        if left:
+            doing, thread = f"waits for its thread {left[0].name!r}", left[0].ident or 0
+        else:
+            doing += " in an exit handler"
+        doing = f"has ended its script, but {doing}"
+    stack = stacks.of_this_process(thread)
+    return error_of([StuckRank.of(status, stack, doing, NO_PYTHON)], timeout_s)
 
 
 def awaited_threads() -> list[threading.Thread]:
     """The threads for which Python waits at the end of the script."""
     main = threading.main_thread()
     return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
-
-
-def _at_the_end(stuck: StuckRank) -> StuckRank:
-    """``stuck`` of a process whose script has ended, with what keeps it from its end."""
-    threads = awaited_threads()
-    if not threads:
-        doing = f"has ended its script, but {stuck.activity} in an exit handler"
-        return replace(stuck, activity=doing)
-    first = threads[0]
-    return replace(
-        stuck,
-        activity=f"has ended its script, but waits for its thread {first.name!r}",
-        stack=stacks.of_this_process(first.ident or 0),
-    )
 
 
 def _end_process(error: CommTimeout, rank: int) -> None:
@@ -228,14 +228,5 @@ def _end_process(error: CommTimeout, rank: int) -> None:
         with suppress(OSError):  # what it says is printed then
             record.write(path)
     if path is None or VARIABLE not in os.environ:
-        rows = str(error).split("\n")[1:]
-        print("\n".join([record.headline, *rows]), file=sys.stderr, flush=True)
-    end_now()
-
-
-def end_now() -> None:
-    """End this process with exit code 1, and with what it has printed."""
-    with suppress(RuntimeError):  # Python starts no more threads at its end
-        # Another thread may hold the stream.
-        run_in_background("echelon flush", sys.stdout.flush).join(time_limits.FLUSH_S)
-    os._exit(1)
+        say(record.headline, *str(error).split("\n")[1:])
+    end_now(1, flush_s=time_limits.FLUSH_S)

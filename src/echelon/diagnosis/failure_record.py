@@ -34,7 +34,7 @@ from echelon.errors import (
     RankFailed,
     StartMismatch,
 )
-from echelon.errors.message_text import message_of, printable
+from echelon.errors.message_text import message_of, printable, without_middle
 from echelon.process.atomic_files import replace_file
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class FailureRecord:
             rank=rank,
             reason=_reason_of(error, rank),
             type=type(error).__name__,
-            message=_cut(message_of(error)),
+            message=without_middle(message_of(error), _MAX_MESSAGE),
             place=_place(error),
             traceback="".join(traceback.format_exception(error)),
             time_s=time.time(),
@@ -309,14 +309,6 @@ def _reason_of(error: BaseException, rank: int) -> Reason:
         error, CollectiveMismatch | DeadlockError
     )
     return Reason.LOST if reports_peer or is_heard(error, rank) else Reason.RAISED
-
-
-def _cut(message: str) -> str:
-    """``message``, shortened in the middle where it is very long."""
-    if len(message) <= _MAX_MESSAGE:
-        return message
-    half = _MAX_MESSAGE // 2
-    return f"{message[:half]} … {message[-half:]}"
 
 
 def _place(error: BaseException) -> str:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from echelon.diagnosis.failure_record import STACKS_FILE, FailureRecord, Reason
 from echelon.diagnosis.flight_recorder import RankStatus, where_of
 from echelon.diagnosis.root_cause import root_cause
-from echelon.diagnosis.stacks import innermost, is_user_file, of_crash
+from echelon.diagnosis.stacks import is_user_file, of_crash, stack_rows
 from echelon.errors import EchelonError
-from echelon.errors.message_text import by_value, ranks_text
+from echelon.errors.message_text import by_value, ranks_text, without_middle
 
 MAX_LINES = 25
 _MESSAGE_LINES, _STUCK_LINES, _TRACE_LINES, _LOG_LINES, _OTHER_LINES = 8, 14, 8, 10, 3
@@ -180,7 +180,7 @@ def _process_lines(record: FailureRecord, statuses: Mapping[int, RankStatus]) ->
     if status is not None and status.call:
         lines.append(_cut(f"  its last call: {status.call}"))
     if crashed := of_crash(record.log):
-        return [*lines, "  its stack:", *(_cut(f"    {line}") for line in innermost(crashed))]
+        return [*lines, *map(_cut, stack_rows(crashed, ""))]
     return [*lines, *(["  the end of its standard error:", *tail] if tail else [])]
 
 
@@ -239,6 +239,4 @@ def _cut_of(record: FailureRecord, line: str) -> str:
 
 def _cut(line: str) -> str:
     """``line`` without its middle where it is long: paths stand there, and facts at the end."""
-    if len(line) <= _WIDTH:
-        return line
-    return f"{line[: _WIDTH // 2]} … {line[3 - _WIDTH // 2 :]}"
+    return without_middle(line, _WIDTH)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self, final
 from echelon.diagnosis.step_rows import RankSteps, StepRows
 from echelon.errors.message_text import text_bytes
 from echelon.process.memory_files import create_memory, open_memory
-from echelon.process.process_status import ProcessStatus
+from echelon.process.process_status import ENDED, ProcessStatus, activity
 
 if TYPE_CHECKING:
     from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
@@ -137,6 +137,19 @@ class RankStatus:
         """Whether its process has ended."""
         status = ProcessStatus.of(self.pid)
         return status is None or status.ended or status.start_ticks != self.start_ticks
+
+    @property
+    def doing(self) -> str:
+        """What the rank does now, as text that follows its name."""
+        if self.ended:
+            return ENDED
+        if self.phase >= Phase.CLOSING:
+            return "has closed its world"
+        if self.waits_for is not None:
+            return f"waits for rank {self.waits_for}"
+        if self.gave_up_on is not None:
+            return f"has waited in vain for rank {self.gave_up_on}"
+        return activity(self.pid, self.native_id)
 
 
 @final

@@ -23,7 +23,6 @@ from echelon.diagnosis.step_rows import StepRows
 from echelon.diagnosis.stuck_ranks import StuckRank, explained
 from echelon.errors import CommTimeout, DeadlockError, RankFailed
 from echelon.process.forks import ForkMark, disown_in_forks, mark
-from echelon.process.process_status import activity
 from echelon.process.this_rank import here
 
 if TYPE_CHECKING:
@@ -230,7 +229,7 @@ class RankMonitor:
         roots = {end_of_wait_chain(rank, waits, reporter=self.rank) for rank in error.missing}
         answers = stacks.ask(statuses.values())
         known = sorted(roots & set(statuses))
-        stuck = [stuck_rank(statuses[rank], answers.get(rank, [])) for rank in known]
+        stuck = [StuckRank.of(statuses[rank], answers.get(rank, [])) for rank in known]
         return explained(error, stuck, answers) if stuck else error
 
 
@@ -265,21 +264,6 @@ def _step_rows(recorder: weakref.ref[FlightRecorder], attempt: int) -> Mapping[i
 
 def _waited_for(status: RankStatus) -> int | None:
     return status.gave_up_on if status.waits_for is None else status.waits_for
-
-
-def stuck_rank(status: RankStatus, stack: Sequence[str]) -> StuckRank:
-    """A rank that others wait for, as the flight recorder, the kernel and a stack show it."""
-    if status.ended:
-        doing = "has ended"
-    elif status.phase >= Phase.CLOSING:
-        doing = "has closed its world"
-    elif status.waits_for is not None:
-        doing = f"waits for rank {status.waits_for}"
-    elif status.gave_up_on is not None:
-        doing = f"has waited in vain for rank {status.gave_up_on}"
-    else:
-        doing = activity(status.pid, status.native_id)
-    return StuckRank.of(status, doing, stack)
 
 
 @final

@@ -140,6 +140,13 @@ def innermost(stack: Sequence[str]) -> Stack:
     return end
 
 
+def stack_rows(stack: Sequence[str], silence: str) -> list[str]:
+    """A stack as rows of an error, or ``silence``: why there is none."""
+    if not stack:
+        return [f"  its stack is not known: {silence}"]
+    return ["  its stack:", *(f"    {line}" for line in innermost(stack))]
+
+
 def shown(stacks: Mapping[int, Stack]) -> str:
     """All stacks as one text for a log."""
     return "\n".join(

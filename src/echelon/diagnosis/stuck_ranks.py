@@ -19,6 +19,7 @@ from echelon.errors import CommTimeout
 from echelon.process import time_limits
 from echelon.process.process_status import ENDED, activity
 
+NO_PYTHON = "it runs no code of Python"  # why a thread of this process has no stack
 END = "the end of the job"  # what a stuck rank keeps the others from
 _MAX_DESCRIBED = 2  # ranks that an error describes; its note has the stacks of all
 
@@ -45,13 +46,22 @@ class StuckRank:
     silence: str = ""
 
     @classmethod
-    def of(cls, status: RankStatus, activity: str, stack: Sequence[str]) -> Self:
-        """A rank that is a process, of which the flight recorder has a record."""
-        silence = "its process did not answer"
-        if status.stacks_fd is None:
-            silence = "the script has its own use for SIGUSR2"
-        elif "stopped" in activity:
-            silence = "a process that is stopped cannot tell it"
+    def of(
+        cls, status: RankStatus, stack: Sequence[str], activity: str = "", silence: str = ""
+    ) -> Self:
+        """A rank that is a process, of which the flight recorder has a record.
+
+        Args:
+            activity: where it is not ``status.doing``.
+            silence: where the rank is not asked by a signal.
+        """
+        activity = activity or status.doing
+        if not silence:
+            silence = "its process did not answer"
+            if status.stacks_fd is None:
+                silence = "the script has its own use for SIGUSR2"
+            elif "stopped" in activity:
+                silence = "a process that is stopped cannot tell it"
         return cls(
             rank=status.rank,
             where=status.where,
@@ -63,11 +73,11 @@ class StuckRank:
 
     def lines(self) -> list[str]:
         """As rows of an error."""
-        rows = [f"  rank {self.rank} {self.where} {self.activity}"]
-        rows.append(f"  its last call: {self.call or 'none'}")
-        if not self.stack:
-            return [*rows, f"  its stack is not known: {self.silence}"]
-        return [*rows, "  its stack:", *(f"    {line}" for line in stacks.innermost(self.stack))]
+        return [
+            f"  rank {self.rank} {self.where} {self.activity}",
+            f"  its last call: {self.call or 'none'}",
+            *stacks.stack_rows(self.stack, self.silence),
+        ]
 
 
 def explained(
@@ -216,7 +226,7 @@ def _stuck(status: RankStatus, stack: list[str]) -> StuckRank:
         doing = "has ended only now"
     elif status.script_ended:
         doing = f"has ended its script, but {doing}"
-    return StuckRank.of(status, doing, stack)
+    return StuckRank.of(status, stack, doing)
 
 
 def _before_init(rank: int) -> StuckRank:

@@ -7,6 +7,7 @@ shown as their escapes.
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,23 @@ def printable(text: str) -> str:
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(_shown(character) for character in text)
+
+
+def say(*lines: object) -> None:
+    """Print lines for a person to standard error, as ``printable`` texts."""
+    print(printable("\n".join(map(str, lines))), file=sys.stderr, flush=True)
+
+
+def without_middle(text: str, length: int) -> str:
+    """``text`` with at most ``length`` characters, of which its ends say the most.
+
+    Example:
+        >>> without_middle("abcdefghij", 8)
+        'abcd … j'
+    """
+    mark, half = " … ", length // 2
+    num_last = length - half - len(mark)
+    return text if len(text) <= length else text[:half] + mark + text[len(text) - num_last :]
 
 
 def printable_line(text: str) -> str:

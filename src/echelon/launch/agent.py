@@ -40,6 +40,7 @@ from echelon.diagnosis.stuck_ranks import (
     stuck_rank_error,
 )
 from echelon.errors import WorldError
+from echelon.errors.message_text import say
 from echelon.launch import rank_program
 from echelon.launch.attempt import FILE, STOP_SIGNALS, Attempt
 from echelon.launch.loopback_rendezvous import LoopbackRendezvous
@@ -230,7 +231,7 @@ class LocalAgent(LocalElasticAgent):
             try:
                 FailureRecord.of(error, rank).write(folder / "error.json")
             except OSError as problem:  # the exit code and the flight recorder say the rest
-                print(f"{problem}\n{error}", file=sys.stderr)
+                say(problem, error)
 
     def _close_attempt(self, codes: Mapping[int, int], result: RunResult) -> None:
         """Record and print how an attempt ended, and prevent another if it must be the last."""
@@ -258,11 +259,9 @@ class LocalAgent(LocalElasticAgent):
         self.attempts.append(attempt)
         attempt.append(self._file)
         text = ", ".join(f"{rank}: {code}" for rank, code in sorted(codes.items()))
-        print(
+        say(
             f"attempt {attempt.number} of {attempt.most}: {attempt.outcome.value} "
-            f"(exit codes by rank: {text})",
-            file=sys.stderr,
-            flush=True,
+            f"(exit codes by rank: {text})"
         )
         self._open_attempt()
 

@@ -19,7 +19,7 @@ from types import FrameType
 
 from echelon.diagnosis.failure_record import FailureRecord
 from echelon.diagnosis.failure_report import failure_report
-from echelon.errors.message_text import printable, ranks_text
+from echelon.errors.message_text import ranks_text, say
 from echelon.launch.attempt import (
     STOP_SIGNALS,
     Attempt,
@@ -52,22 +52,22 @@ def run_processes(launch: Launch) -> int:
         return _end_without_agent(folder, caught, code)
     last = attempts[-1]
     if (line := _lost(folder.path)) is not None:
-        print(line, file=sys.stderr)
+        say(line)
     if last.outcome is Outcome.FAILED:
         notes = [f"all output is in {folder.keep()}"]
-        print(printable("\n".join(_failure(last, launch, folder.path, notes))), file=sys.stderr)
+        say(*_failure(last, launch, folder.path, notes))
         return code
     if last.outcome is not Outcome.FINISHED:
-        print(leaving_line(last, launch.grace), file=sys.stderr)
+        say(leaving_line(last, launch.grace))
     for cost in last.held_up:
-        print(cost, file=sys.stderr)
+        say(cost)
     unsaved = last.outcome is Outcome.STOPPED and os.EX_TEMPFAIL in last.codes.values()
     if last.killed or unsaved:
-        print(f"all output is in {folder.keep()}", file=sys.stderr)
+        say(f"all output is in {folder.keep()}")
     else:
         line = _unseen(launch, folder.path)
         if line is not None and last.outcome is Outcome.FINISHED:
-            print(line, file=sys.stderr)
+            say(line)
         folder.drop()
     return code
 
@@ -132,7 +132,7 @@ def _run_agent(
                     if attempt.restarts:
                         screen.close_attempt(failed=True)
                         lines = restart_lines(attempt, _failure(attempt, launch, log_dir), log_dir)
-                        print(printable("\n".join(lines)), file=sys.stderr, flush=True)
+                        say(*lines)
                         shown += 1
         screen.close_attempt(failed=process.returncode != 0)
     return caught, process.returncode
@@ -181,7 +181,7 @@ def _end_without_agent(folder: RunFolder, caught: Sequence[signal.Signals], code
     """Say how a run ended whose agent could not; end what it has left. The exit code."""
     _kill_run(folder.path.name)
     if caught and not any(folder.path.glob("*/attempt_*")):
-        print(f"{caught[0].name}: the ranks had not started yet", file=sys.stderr)
+        say(f"{caught[0].name}: the ranks had not started yet")
         folder.drop()
         return 128 + caught[0]
     notes = [f"all output is in {folder.keep()}"]
@@ -190,7 +190,7 @@ def _end_without_agent(folder: RunFolder, caught: Sequence[signal.Signals], code
         lines = [f"torch's agent was killed by {name}, and the ranks with it", *notes]
     else:
         lines = failure_report([], notes, agent_log=_text(folder.path / _LOG))
-    print(printable("\n".join(lines)), file=sys.stderr)
+    say(*lines)
     return 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -19,10 +18,9 @@ from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import Turns
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
 from echelon.diagnosis.exit_guard import (
-    before_failing,
     error_file,
+    guard_script,
     install_failure_record,
-    outlive_termination,
     start_exit_guard,
 )
 from echelon.diagnosis.flight_recorder import Phase
@@ -33,7 +31,6 @@ from echelon.launch.rank_function import taking_world
 from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
 from echelon.process.operating_system import require_linux
-from echelon.process.process_end import failing_process
 from echelon.process.this_rank import here
 
 MOST_RANKS = 1 << 16  # of one machine; more is a mistake
@@ -206,7 +203,9 @@ def init(
         world = _alone(timeout, job)
     else:
         world = _join_job(job, backend, timeout, check)
-    _close_at_exit(world)
+    # Leave in good order when the script ends; tell the others of an exception that ends it.
+    close = world.close
+    guard_script(world.rank, lambda: f"at step {world.step}", fail=close, leave=close)
     enter(world)
     return world
 
@@ -282,12 +281,3 @@ def _meet_job(
     return torch_dist.connect(
         job, backend, device=device, timeout=timeout, check=check, monitor=monitor
     )
-
-
-def _close_at_exit(world: World) -> None:
-    """Leave in good order when the script ends; tell the others of an exception that ends it."""
-    if path := error_file():
-        install_failure_record(path, world.rank, lambda: f"at step {world.step}")
-        outlive_termination()
-    before_failing(world.close)
-    atexit.register(failing_process(world.close))

@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from echelon.errors import CommTimeout
+from echelon.errors.message_text import say
 from echelon.launch.program import Program
 from echelon.process.environment import timeout_wanted
 from echelon.process.lossy_streams import lose_rather_than_raise
@@ -120,7 +121,7 @@ def _watch_first_step(module: Any) -> None:
             return
         steps.append(None)
         if not has_world():
-            print(ALONE.format(size=os.environ["WORLD_SIZE"]), file=sys.stderr, flush=True)
+            say(ALONE.format(size=os.environ["WORLD_SIZE"]))
 
     vars(first_step)["_torchdynamo_disable"] = True  # a compiled step must not trace it
     module.register_optimizer_step_post_hook(first_step)

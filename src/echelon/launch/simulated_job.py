@@ -17,6 +17,7 @@ from echelon.diagnosis.held_up import verdict
 from echelon.diagnosis.step_rows import RankSteps
 from echelon.diagnosis.stuck_ranks import END
 from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQuit
+from echelon.errors.message_text import say
 from echelon.launch.program import Program
 from echelon.launch.rank_lines import WholeLines, printing_as
 from echelon.launch.served_program import ALONE, has_torch_group
@@ -84,7 +85,7 @@ def run_threads(
         sys.stdout = output
     steps = [RankSteps.of(rank, rank_time.rows.numbers()) for rank, rank_time in times]
     for cost in verdict(steps):
-        print(cost, file=sys.stderr)
+        say(cost)
     return 0
 
 
@@ -126,7 +127,7 @@ def _rank_main(
             exec(code, main_names(names))
             has_met = world.is_asked or len(world.steps.time.arrivals) or has_torch_group()
             if not has_met and world.rank == 0 and world.size > 1 and world.step:
-                print(ALONE.format(size=world.size), file=sys.stderr)
+                say(ALONE.format(size=world.size))
         except BaseException as error:
             world.explain(error)
             raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
@@ -142,10 +143,10 @@ def _ending(
     """Print why the ranks have ended before their time; the exit code."""
     match error:
         case KeyboardInterrupt():
-            print("interrupted", file=sys.stderr)
+            say("interrupted")
             return 130
         case DebuggerQuit():
-            print(error, file=sys.stderr)
+            say(error)
             return 1
         case SystemExit():
             return exit_code_of(error)
@@ -159,13 +160,13 @@ def _fail(
     notes = [f"simulated ranks: {ranks}, threads of one process"]
     if isinstance(error, DeadlockError):  # of all ranks, and it names their lines itself
         lines = [line[:200] for line in str(error).splitlines()]
-        print("\n".join([*lines[: MAX_LINES - 2], "", *notes]), file=sys.stderr)
+        say(*lines[: MAX_LINES - 2], "", *notes)
         return 1
     records = {record.rank: replace(record, stacks="") for _, record in raised}  # no file has them
     missing = error.missing if isinstance(error, CommTimeout) and error.doing == END else ()
     first = next((record.rank for seen, record in raised if seen is error), next(iter(missing), 0))
     records.setdefault(first, replace(FailureRecord.of(error, first), stacks=""))
-    print("\n".join(failure_report(records.values(), notes)), file=sys.stderr)
+    say(*failure_report(records.values(), notes))
     return 1
 
 

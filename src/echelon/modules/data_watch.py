@@ -17,7 +17,6 @@ on, and read in the first forward that finds them there.
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -29,7 +28,7 @@ from echelon.comm.group import Group
 from echelon.comm.streams import StreamEvent, device_of
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import StepRows
-from echelon.errors.message_text import ranks_text
+from echelon.errors.message_text import ranks_text, say
 from echelon.modules.nested import tensors
 
 NUM_BATCHES = 3  # whose rows are compared
@@ -170,7 +169,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _tell(text: str) -> None:
-    print(f"echelon: {text}", file=sys.stderr, flush=True)
+    say(f"echelon: {text}")
 
 
 def _same_rows(ranks: Sequence[int]) -> str:

@@ -9,10 +9,11 @@ import ipaddress
 import os
 import socket
 import stat
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+
+from echelon.errors.message_text import say
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -107,4 +108,4 @@ def announced(rank: int, what: str, *, one_host: bool) -> Iterator[None]:
             )
         elif listener.address.is_loopback:
             line += ": warning: the other hosts of the job cannot reach it"
-        print(line, file=sys.stderr, flush=True)
+        say(line)

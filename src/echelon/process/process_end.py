@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, NoReturn
+
+from echelon.process.background_threads import run_in_background
 
 EXIT_RESUMABLE: Final = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 
@@ -23,11 +26,23 @@ def exit_code_of(end: SystemExit) -> int:
     return 1
 
 
-def end_now(code: int) -> NoReturn:
-    """End this process without exit handlers, with all that it has printed."""
+def end_now(code: int, *, flush_s: float | None = None) -> NoReturn:
+    """End this process without exit handlers, with all that it has printed.
+
+    Args:
+        flush_s: seconds that printing may take, where another thread may hold a stream.
+    """
+    if flush_s is None:
+        _flush()
+    else:
+        with suppress(RuntimeError):  # Python starts no more threads at its end
+            run_in_background("echelon flush", _flush).join(flush_s)
+    os._exit(code)
+
+
+def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
 
 
 def failing_process(handler: Callable[[], None]) -> Callable[[], None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 import weakref
@@ -19,10 +18,12 @@ from contextlib import contextmanager
 from typing import final
 
 from echelon.diagnosis import stacks
-from echelon.diagnosis.exit_guard import awaited_threads, end_now
-from echelon.diagnosis.stuck_ranks import StuckRank
+from echelon.diagnosis.exit_guard import awaited_threads
+from echelon.diagnosis.stuck_ranks import NO_PYTHON
+from echelon.errors.message_text import say
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
+from echelon.process.process_end import end_now
 from echelon.process.process_status import activity
 
 _PAUSE_S = 0.2
@@ -37,7 +38,6 @@ class _Guard:
         self.limit_s = 0.0
         self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of the ranks
         self._thread: threading.Thread | None = None
-        self._native = 0
         self._passed = threading.Event()
 
     def start(self, limit_s: float) -> None:
@@ -62,27 +62,15 @@ class _Guard:
                 self._end()
 
     def _end(self) -> None:
-        threads = awaited_threads()
-        ident = threads[0].ident if threads else threading.main_thread().ident
-        what = f"the thread {threads[0].name!r}" if threads else "an exit handler"
-        native = threads[0].native_id if threads else threading.main_thread().native_id
-        finding = StuckRank(
-            rank=0,
-            where="",
-            activity=activity(os.getpid(), native or 0),
-            call="",
-            stack=stacks.of_this_process(ident or 0),
-            silence="it runs no code of Python",
-        )
-        print(
+        left = awaited_threads()
+        thread = left[0] if left else threading.main_thread()
+        what = f"the thread {thread.name!r}" if left else "an exit handler"
+        say(
             f"echelon: the script has ended, but {what} of a simulated rank "
-            f"{finding.activity}; it had {self.limit_s:.1f} s to end",
-            *finding.lines()[2:],
-            sep="\n",
-            file=sys.stderr,
-            flush=True,
+            f"{activity(os.getpid(), thread.native_id or 0)}; it had {self.limit_s:.1f} s to end",
+            *stacks.stack_rows(stacks.of_this_process(thread.ident or 0), NO_PYTHON),
         )
-        end_now()
+        end_now(1, flush_s=time_limits.FLUSH_S)
 
 
 _guard = _Guard()
