@@ -198,7 +198,7 @@ def _write_step(state: PlainState, target: Place, options: ConvertOptions) -> Co
     folder = write_step(state, target, state.step if options.step is None else options.step)
     with SavedStep(folder) as step:
         _compare(state.model, SavedTensors(step, "model"), target)
-    nameless = sorted(state.values.keys() - names_that_fit(state.values))
+    nameless = sorted(state.values.keys() - {*names_that_fit(state.values)})
     return Converted([folder], (*state.left_out, *nameless))
 
 
