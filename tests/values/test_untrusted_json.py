@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.values import untrusted_json
 from echelon.values.untrusted_json import MAX_JSON_DEPTH, brief, read_json, write_json
 from tests.checkpoint.manifests import JSON
 
@@ -41,6 +44,44 @@ def test_brackets_in_strings_are_no_nesting(text: str, shift: int) -> None:
 
 def nested(depth: int) -> bytes:
     return b"[" * depth + b"]" * depth
+
+
+# Just below and just above what is allowed, and strings that look like it.
+NEAR_LIMITS = st.one_of(
+    st.integers(38, 43).map(lambda digits: b"1" * digits),
+    st.integers(253, 257).map(nested),
+    st.integers(0, 50).map(lambda num_spaces: b" " * num_spaces + b"0"),
+    st.text(st.sampled_from('\\"[]{},:.ux1 é'), max_size=60).map(
+        lambda text: json.dumps(text).encode()
+    ),
+    st.sampled_from([b"[", b'"', b"\\", b"1" * 30]),
+)
+
+
+@pytest.mark.slow
+@given(st.lists(NEAR_LIMITS, min_size=1, max_size=4), st.integers(1, 70))
+def test_the_same_is_read_and_refused_wherever_a_chunk_ends(
+    values: list[bytes], chunk_nbytes: int
+) -> None:
+    def outcome(nbytes: int) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(untrusted_json, "_CHUNK_NBYTES", nbytes)
+            try:
+                return repr(read_json(b"[" + b",".join(values) + b"]", "x", memory=MEMORY))
+            except CheckpointCorrupt:
+                return "refused"  # for the first reason that is found, of several
+
+    assert outcome(chunk_nbytes) == outcome(2**16)
+
+
+def test_reading_json_imports_neither_torch_nor_numpy() -> None:
+    program = """
+import sys
+from echelon.values.untrusted_json import read_json
+read_json(b"{}", "x", memory=2**20)
+assert not {"torch", "numpy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_nesting_is_allowed_up_to_the_limit() -> None:

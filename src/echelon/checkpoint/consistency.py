@@ -165,17 +165,14 @@ class _Pieces:
 def _check_ranges(pieces: _Pieces, tensors: Sequence[SavedTensor]) -> None:
     """Refuse pieces that do not cover their tensors exactly once, in order."""
     stop = pieces.start + pieces.numel
-    is_first = np.diff(pieces.tensor, prepend=-1) > 0
-    is_last = np.diff(pieces.tensor, append=len(tensors)) > 0
-    expected = np.where(is_first, 0, np.roll(stop, 1))  # each piece starts where the last stopped
+    first = np.zeros(len(tensors), np.int64)
+    expected, covered = _ends(pieces.tensor, stop, first)
     for index in np.flatnonzero((pieces.start != expected) | (pieces.numel == 0))[:1]:
         raise Inconsistent(
             f"its pieces cover [0:{expected[index]}], and the next is "
             f"[{pieces.start[index]}:{stop[index]}]",
             tensors[pieces.tensor[index]].name,
         )
-    covered = np.zeros(len(tensors), np.int64)
-    covered[pieces.tensor[is_last]] = stop[is_last]
     for tensor, numel in zip(tensors, covered.tolist(), strict=True):
         if numel != prod(tensor.shape):
             raise Inconsistent(
@@ -204,20 +201,28 @@ def _check_places(
             tensors[pieces.tensor[index]].name,
         )
     order = np.lexsort((pieces.offset, pieces.file))
-    file, begin, end = pieces.file[order], pieces.offset[order], ends[order]
-    is_first = np.diff(file, prepend=-1) > 0
-    is_last = np.diff(file, append=len(files)) > 0
-    expected = np.where(is_first, headers[file], np.roll(end, 1))
+    file, begin = pieces.file[order], pieces.offset[order]
+    expected, covered = _ends(file, ends[order], headers)
     for index in np.flatnonzero(begin != expected)[:1]:
         raise Inconsistent(
             f"it begins at byte {begin[index]} of {files[file[index]].name}, where byte "
             f"{expected[index]} is the first that no other has",
             tensors[pieces.tensor[order[index]]].name,
         )
-    covered = headers.copy()
-    covered[file[is_last]] = end[is_last]
     for saved, nbytes in zip(files, covered.tolist(), strict=True):
         if nbytes != saved.nbytes:
             raise Inconsistent(
                 f"{saved.name} has {saved.nbytes} bytes, and its header and pieces have {nbytes}"
             )
+
+
+def _ends(owner: Whole, stop: Whole, first: Whole) -> tuple[Whole, Whole]:
+    """Where ranges must begin, and their owners end, to lie end to end from ``first`` on.
+
+    ``owner`` and ``stop`` have an item for each range, in order, and ``first`` for each owner.
+    """
+    is_first = np.diff(owner, prepend=-1) > 0
+    is_last = np.diff(owner, append=len(first)) > 0
+    ends = first.copy()
+    ends[owner[is_last]] = stop[is_last]
+    return np.where(is_first, first[owner], np.roll(stop, 1)), ends

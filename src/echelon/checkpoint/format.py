@@ -73,7 +73,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, cast, final
 
@@ -99,12 +99,8 @@ _MEMORY = 160 * 2**20  # bytes that reading may take beside the file and the pie
 _PREFIX, _CHECKSUM_END = b'{"checksum":"', b'",'  # around the 16 digits
 _CONTENT_START = len(_PREFIX) + 16 + len(_CHECKSUM_END)
 _PREFIX_RE = re.compile(re.escape(_PREFIX) + rb'[0-9a-f]{16}","schema":([0-9]{1,18}),')
-_MEMBERS = (
-    *("checksum", "schema", "step", "world", "versions"),
-    *("threads", "files", "tensors", "sections"),
-)
-_FILE_MEMBERS = ("name", "nbytes", "header_nbytes", "header_checksum")
-_TENSOR_MEMBERS = ("dtype", "shape", "pieces", "ties")
+_FILE_MEMBERS = tuple(field.name for field in fields(SavedFile))
+_TENSOR_MEMBERS = tuple(field.name for field in fields(SavedTensor) if field.name != "name")
 
 
 @final
@@ -143,7 +139,7 @@ class Manifest:
             ArgumentError: ``world`` or ``sections`` is not plain JSON, or there is too much to be
                 read back.
         """
-        content = write_json(_fields(self), "the manifest")[1:]
+        content = write_json(_encoded(self), "the manifest")[1:]
         data = _PREFIX + checksum(content).encode() + _CHECKSUM_END + content
         try:
             read = Manifest.parse(data, MANIFEST)
@@ -177,7 +173,7 @@ class Manifest:
         try:
             if type(schema) is not int or not 1 <= schema <= SCHEMA:
                 raise Inconsistent(f"unknown schema {brief(schema)}")
-            return _manifest(content, schema)
+            return _decoded(content, schema)
         except Inconsistent as error:
             what, tensor = error.what, error.tensor
         # Outside of the handler, so that the error does not keep the manifest alive.
@@ -231,7 +227,12 @@ def _schema(manifest: Manifest) -> int:
     return 2 if COMPLEX128 in dtypes or f'"{COMPLEX128}"'.encode() in sections else 1
 
 
-def _fields(manifest: Manifest) -> dict[str, object]:
+# A manifest to JSON and back. A record is an object with a member for each of its fields; what is
+# in an array or in a record is checked by the constructor of the manifest. Law: ``_decoded`` of
+# what was written is the manifest, and what it takes is written again with the same values.
+
+
+def _encoded(manifest: Manifest) -> dict[str, object]:
     """The members of the JSON object after the checksum."""
     return {
         "schema": _schema(manifest),
@@ -239,38 +240,32 @@ def _fields(manifest: Manifest) -> dict[str, object]:
         "world": dict(manifest.world),
         "versions": dict(manifest.versions),
         "threads": manifest.threads,
-        "files": [
-            {
-                "name": file.name,
-                "nbytes": file.nbytes,
-                "header_nbytes": file.header_nbytes,
-                "header_checksum": file.header_checksum,
-            }
-            for file in manifest.files
-        ],
+        "files": [_members_of(file, _FILE_MEMBERS) for file in manifest.files],
         "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "pieces": tensor.pieces,
-                "ties": tensor.ties,
-            }
-            for name, tensor in manifest.tensors.items()
+            name: _members_of(tensor, _TENSOR_MEMBERS) for name, tensor in manifest.tensors.items()
         },
         "sections": dict(manifest.sections),
     }
 
 
-def _manifest(content: Json, schema: int) -> Manifest:
-    """The manifest of a JSON value; its constructor checks what is in the arrays."""
-    members = _members(content, "it", _MEMBERS)
+def _members_of(record: SavedFile | SavedTensor, names: tuple[str, ...]) -> dict[str, object]:
+    return {name: getattr(record, name) for name in names}
+
+
+def _decoded(content: Json, schema: int) -> Manifest:
+    """The manifest of a JSON value."""
+    names = ("checksum", "schema", *(field.name for field in fields(Manifest)))
+    members = _members(content, "it", names)
     tensors = _dict(members["tensors"], "tensors")
     manifest = Manifest(
-        step=cast(int, members["step"]),
+        step=members["step"],
         world=_dict(members["world"], "world"),
-        versions=cast(dict[str, str], _dict(members["versions"], "versions")),
-        threads=cast(tuple[int, ...], tuple(_list(members["threads"], "threads"))),
-        files=tuple(_file(file) for file in _list(members["files"], "files")),
+        versions=_dict(members["versions"], "versions"),
+        threads=tuple(_list(members["threads"], "threads")),
+        files=tuple(
+            SavedFile(**_members(file, "a file", _FILE_MEMBERS))
+            for file in _list(members["files"], "files")
+        ),
         tensors={name: _tensor(name, content) for name, content in tensors.items()},
         sections=_dict(members["sections"], "sections"),
     )
@@ -282,42 +277,37 @@ def _manifest(content: Json, schema: int) -> Manifest:
     return manifest
 
 
-def _file(content: Json) -> SavedFile:
-    members = _members(content, "a file", _FILE_MEMBERS)
-    return SavedFile(**cast(dict[str, Any], members))
-
-
 def _tensor(name: str, content: Json) -> SavedTensor:
     if not is_tensor_name(name):
         raise Inconsistent(f"a tensor is named {brief(name)}, which cannot be a name")
     members = _members(content, f"tensor {brief(name)}", _TENSOR_MEMBERS)
-    shape = tuple(_list(members["shape"], f"shape of {brief(name)}"))
-    ties = tuple(_list(members["ties"], f"ties of {brief(name)}"))
+    arrays = {
+        key: _list(members[key], f"{key} of {brief(name)}") for key in ("shape", "ties", "pieces")
+    }
     return SavedTensor(
         name=name,
-        dtype=cast(str, members["dtype"]),
-        shape=cast(tuple[int, ...], shape),
-        pieces=_pieces(name, _list(members["pieces"], f"pieces of {brief(name)}")),
-        ties=cast(tuple[str, ...], ties),
+        dtype=members["dtype"],
+        shape=tuple(arrays["shape"]),
+        pieces=_pieces(name, arrays["pieces"]),
+        ties=tuple(arrays["ties"]),
     )
 
 
-def _pieces(name: str, arrays: list[Json]) -> tuple[SavedPiece, ...]:
+def _pieces(name: str, arrays: list[Any]) -> tuple[SavedPiece, ...]:
     """The pieces of a tensor; ``arrays`` is emptied to halve the memory, for millions of pieces."""
     for array in arrays:
         if type(array) is not list or len(array) != len(SavedPiece._fields):
             raise Inconsistent(f"a piece is {brief(array)}, which is none", name)
     # SavedPiece._make without its check of the length, which takes too long for a million.
     make = partial(tuple.__new__, SavedPiece)
-    in_place = cast(list[Any], arrays)  # so that each array is freed at once
-    for i, array in enumerate(in_place):
-        in_place[i] = make(array)
-    pieces = tuple(in_place)
-    in_place.clear()
+    for i, array in enumerate(arrays):
+        arrays[i] = make(array)  # so that each array is freed at once
+    pieces = tuple(arrays)
+    arrays.clear()
     return pieces
 
 
-def _members(content: Json, what: str, names: tuple[str, ...]) -> dict[str, Json]:
+def _members(content: Json, what: str, names: tuple[str, ...]) -> dict[str, Any]:
     """An object that has exactly the members ``names``."""
     members = _dict(content, what)
     if members.keys() != set(names):
@@ -328,13 +318,13 @@ def _members(content: Json, what: str, names: tuple[str, ...]) -> dict[str, Json
     return members
 
 
-def _dict(value: Json, what: str) -> dict[str, Json]:
+def _dict(value: Json, what: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise Inconsistent(f"{what} is {brief(value)}; it must be an object")
     return value
 
 
-def _list(value: Json, what: str) -> list[Json]:
+def _list(value: Json, what: str) -> list[Any]:
     if type(value) is not list:
         raise Inconsistent(f"{what} is {brief(value)}; it must be an array")
     return value

@@ -36,6 +36,7 @@ from echelon.errors import (
 )
 from echelon.errors.message_text import message_of, printable, without_middle
 from echelon.process.atomic_files import replace_file
+from echelon.values.untrusted_json import read_json
 
 if TYPE_CHECKING:
     from echelon.diagnosis.collective_call import CollectiveCall
@@ -321,8 +322,6 @@ def _place(error: BaseException) -> str:
 
 def _read_json(text: bytes) -> object:
     """The value of a text that somebody else may have written; None if it is no harmless JSON."""
-    from echelon.values.untrusted_json import read_json  # needs NumPy, which takes 0.1 s to import
-
     try:
         return read_json(text, "a failure record", memory=_MAX_NBYTES)
     except CheckpointCorrupt:

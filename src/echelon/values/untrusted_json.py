@@ -13,10 +13,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Never, final
-
-import numpy as np
-import numpy.typing as npt
 
 from echelon.errors import ArgumentError, CheckpointCorrupt
 
@@ -25,30 +23,21 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 MAX_JSON_DEPTH = 256  # nested brackets, because the parser of Python is recursive
 _MAX_NUMBER = 40  # characters without a point or an exponent
 _MAX_SPACES = 2**20  # outside of strings, because reading them takes time, too
-_CHUNK_NBYTES = 2**16  # scanned at once, so that they stay in the cache
-_QUOTE = ord('"')
+_CHUNK_NBYTES = 2**16  # scanned at once
 _BACKSLASHES = re.compile(rb"\\*")
 
 # The marks that are counted, and the greatest memory in bytes that a value takes for each: a list
 # with its first value; a dict, as pairs and as a table; a value and its place in a list; a member
 # without its two strings; half of a string without its characters; a float, with the call that
 # checks it.
-_COSTS = {"[": 144, "{": 320, ",": 42, ":": 90, '"': 16, ".": 64, "e": 64, "E": 64}
-_DEPTHS = {"[": 1, "{": 1, "]": -1, "}": -1}
-_SPACES = " \t\r\n"
-
-
-def _table(of: Mapping[str, int]) -> npt.NDArray[np.int64]:
-    """An array of a number for each byte."""
-    table = np.zeros(256, np.int64)
-    table[[ord(mark) for mark in of]] = list(of.values())
-    return table
-
-
-_COST, _DEEPER = _table(_COSTS), _table(_DEPTHS)
-_IS_MARK = _table(dict.fromkeys([*_COSTS, *_DEPTHS, *_SPACES], 1)).astype(np.bool_)
-_IS_SPACE = _table(dict.fromkeys(_SPACES, 1)).astype(np.bool_)
-_RECORD = _table({"[": 1, ",": 5, '"': 2})  # the marks of an array of five values with one string
+_COSTS = {b"[": 144, b"{": 320, b",": 42, b":": 90, b'"': 16, b".": 64, b"e": 64, b"E": 64}
+_RECORD = {b"[": 1, b",": 5, b'"': 2}  # the marks of an array of five values with one string
+_SPACES = (b" ", b"\t", b"\r", b"\n")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_DEEPER = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+# All bytes between marks become an x, so that a long word is found as fast as a text.
+_WORDS = bytes(byte if byte in b'[]{},:".eE \t\r\n' else ord("x") for byte in range(256))
+_LONG_WORD = b"x" * (_MAX_NUMBER + 1)
 
 
 def read_json(data: bytes | memoryview, path: object, *, memory: int, max_records: int = 0) -> Json:
@@ -106,12 +95,12 @@ def _problem(data: bytes | memoryview, memory: int, max_records: int) -> str | N
     """The reason why the text must not be passed to Python's reader, if there is one."""
     scan = _Scan()
     for chunk in _chunks(data):
-        scan.at(chunk)
+        scan.add(chunk)
         if scan.deepest > MAX_JSON_DEPTH:
             return f"JSON that nests more than {MAX_JSON_DEPTH} deep"
-        if scan.longest > _MAX_NUMBER:
+        if scan.has_long_word:
             return f"JSON with a number of more than {_MAX_NUMBER} characters, or no JSON"
-        if scan.num_spaces > _MAX_SPACES:
+        if sum(scan.counts[space] for space in _SPACES) > _MAX_SPACES:
             return f"JSON with more than {_MAX_SPACES} spaces between its values"
         if scan.text(len(data)) + scan.values(max_records) > memory:
             return f"JSON that would take more than {memory / 2**20:.0f} MiB of memory"
@@ -134,63 +123,50 @@ class _Scan:
     """Statistics of the bytes of a JSON text, which are scanned in chunks.
 
     Attributes:
-        deepest: the greatest number of nested brackets.
-        longest: the greatest number of bytes of a number or another word outside of strings.
+        counts: of each mark: of quotes, and of the others outside of strings.
+        deepest: the greatest number of nested brackets in the last chunk.
+        has_long_word: whether a number or another word outside of strings is too long.
         strings: the number of bytes in strings.
     """
 
     def __init__(self) -> None:
-        self.deepest = self.longest = self.strings = 0
-        self._counts = np.zeros(256, np.int64)  # of each mark, outside of strings
+        self.counts = dict.fromkeys((*_COSTS, *_SPACES), 0)
+        self.deepest = self.strings = 0
+        self.has_long_word = False
         self._is_ascii, self._has_escapes = True, False
-        self._depth = self._inside = 0
-        self._word = 0  # the bytes since the last mark, if it was outside of strings
+        self._depth, self._in_string = 0, False
+        self._end = b""  # of the text outside of strings, if the next chunk goes on with it
 
-    def at(self, chunk: bytes) -> None:
+    def add(self, chunk: bytes) -> None:
         """Scan the next chunk."""
         self._is_ascii = self._is_ascii and chunk.isascii()
         self._has_escapes = self._has_escapes or b"\\u" in chunk
-        # A backslash begins an escape, because JSON has none outside of strings. When escapes are
-        # removed, each quote begins or ends a string.
-        text = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
-        if self._inside and b'"' not in text:
-            self.strings += len(chunk)
-            return
-        array = np.frombuffer(text, np.uint8)
-        places = np.flatnonzero(_IS_MARK[array])
-        marks = array[places]
-        quotes = marks == _QUOTE
-        # Whether the bytes before the first mark, and those after each mark, are in a string.
-        inside = (np.cumsum(np.append(self._inside, quotes), dtype=np.uint8) & 1).astype(np.bool_)
-        gaps = np.diff(places, prepend=-1, append=len(text)) - 1
-        self._measure(gaps, inside, len(chunk) - len(text))
-        outside = marks[~(inside[1:] & inside[:-1])]
-        self._counts += np.bincount(outside, minlength=256)
-        depths = self._depth + np.cumsum(_DEEPER[outside])
-        self._depth = int(depths[-1]) if depths.size else self._depth
-        self.deepest = max(self.deepest, int(depths.max(initial=0)))
-
-    def _measure(
-        self, gaps: npt.NDArray[np.int64], inside: npt.NDArray[np.bool_], escaped: int
-    ) -> None:
-        """Add the lengths of strings and words between marks."""
-        # Marks in a string are part of it.
-        self.strings += int(gaps[inside].sum()) + int(inside.sum()) + escaped
-        words = np.where(inside, 0, gaps)
-        words[0] += self._word
-        self.longest = max(self.longest, int(words.max()))
-        self._word, self._inside = int(words[-1]), int(inside[-1])
-
-    @property
-    def num_spaces(self) -> int:
-        """The number of spaces and line ends outside of strings."""
-        return int(self._counts[_IS_SPACE].sum())
+        text = chunk
+        if b"\\" in chunk:
+            # A backslash begins an escape, because JSON has none outside of strings. When escapes
+            # are removed, each quote begins or ends a string.
+            text = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = text.split(b'"')
+        outside = b'"'.join(parts[self._in_string :: 2])
+        self.strings += len(chunk) - len(outside)  # with one quote of each
+        for mark in self.counts:
+            self.counts[mark] += len(parts) - 1 if mark == b'"' else outside.count(mark)
+        words = self._end + outside
+        self.has_long_word = _LONG_WORD in words.translate(_WORDS)
+        self._in_string ^= len(parts) % 2 == 0
+        self._end = b"" if self._in_string else words[-_MAX_NUMBER:]
+        brackets = outside.translate(None, _NO_BRACKETS)
+        depths = [*accumulate(map(_DEEPER.__getitem__, brackets), initial=self._depth)]
+        self.deepest, self._depth = max(depths), depths[-1]
 
     def values(self, max_records: int) -> int:
         """The greatest memory of the values, without characters of strings and records."""
-        has = _RECORD > 0
-        num_records = min(max_records, int((self._counts[has] // _RECORD[has]).min()))
-        return int((self._counts - num_records * _RECORD) @ _COST)
+        found = (self.counts[mark] // count for mark, count in _RECORD.items())
+        num_records = min(max_records, *found)
+        return sum(
+            cost * (self.counts[mark] - num_records * _RECORD.get(mark, 0))
+            for mark, cost in _COSTS.items()
+        )
 
     def text(self, nbytes: int) -> int:
         """The greatest memory of a text of so many bytes and of its strings, as characters.

@@ -12,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import echelon as ec
+from echelon.c10d.dcp import write_dcp
 from echelon.checkpoint.convert import convert as convert_module
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.cli import app
@@ -143,6 +144,28 @@ def test_an_optimizer_with_numbers_for_names_is_refused_and_its_weights_are_take
     other = nn.Linear(2, 2)
     ec.load(tmp_path / "run", model=other)
     check_equal(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("form", [Form.DCP, Form.TORCH])
+def test_weights_only_takes_all_weights_whatever_their_names_and_nothing_else(
+    form: Form, tmp_path: Path
+) -> None:
+    """Also of a model alone whose names begin as that of an optimizer, and beside any optimizer."""
+    model = nn.ModuleDict({"optimizer": nn.Linear(2, 2), "optim_head": nn.Linear(2, 1)})
+    parameters = torch.optim.AdamW(model.parameters()).state_dict()  # with numbers for names
+    weights = model.state_dict()
+    states = [dict(weights), {"model": weights, "optimizer": parameters, "epoch": 3}]
+    for i, state in enumerate(states):
+        source, run = tmp_path / f"{i}", tmp_path / f"run{i}"
+        if form is Form.DCP:
+            write_dcp(state, source)
+        else:
+            torch.save(state, source)
+        options = ConvertOptions(to=Form.ECHELON, weights_only=True, trust_pickle=True)
+        assert convert(source, run, options).left_out == ()
+        other = nn.ModuleDict({"optimizer": nn.Linear(2, 2), "optim_head": nn.Linear(2, 1)})
+        assert not ec.load(run, model=other).values
+        check_equal(other.state_dict(), weights)
 
 
 def test_a_damaged_step_is_not_converted(saved: tuple[Path, State], tmp_path: Path) -> None:

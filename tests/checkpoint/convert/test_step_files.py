@@ -9,6 +9,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
+from echelon.checkpoint.saved_step import SavedStep
 from echelon.errors import CheckpointMismatch
 
 
@@ -46,6 +47,16 @@ def test_a_schedulers_state_comes_along_and_what_does_not_is_told(
     loaded = ec.load(folder, strict=False, **states)
     assert (scheduler.state_dict(), loaded.missing) == (expected, ("model/_extra_state",))
     assert "scheduler" not in loaded.values
+
+
+def test_values_are_written_in_the_order_of_the_source(tmp_path: Path) -> None:
+    names = [*"zyxwvutsrqponmlkjihgfedcba", "not a name", "model"]
+    state = {"state_dict": {"w": torch.ones(1)}, **dict.fromkeys(names, 1)}
+    torch.save(state, tmp_path / "a.pt")
+    done = convert(tmp_path / "a.pt", tmp_path / "run", ConvertOptions(to=Form.ECHELON))
+    assert done.left_out == ("model", "not a name")
+    with SavedStep(tmp_path / "run" / "step-000000000") as step:
+        assert list(step.sections) == ["model", *names[:26]]
 
 
 def test_only_a_dict_is_the_state_of_an_object(tmp_path: Path) -> None:

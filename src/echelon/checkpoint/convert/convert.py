@@ -198,7 +198,7 @@ def _write_step(state: PlainState, target: Place, options: ConvertOptions) -> Co
     folder = write_step(state, target, state.step if options.step is None else options.step)
     with SavedStep(folder) as step:
         _compare(state.model, SavedTensors(step, "model"), target)
-    nameless = sorted(state.values.keys() - names_that_fit(state.values))
+    nameless = sorted(state.values.keys() - {*names_that_fit(state.values)})
     return Converted([folder], (*state.left_out, *nameless))
 
 
@@ -246,33 +246,22 @@ def _read(source: Place, options: ConvertOptions) -> PlainState:
         return PlainState(model=state.model, step=state.step) if options.weights_only else state
     assert isinstance(source, Path)
     if form is Form.SAFETENSORS:
-        state = PlainState(model=PlainFiles(source).tensors())
-    elif form is Form.TORCH:
-        content = read_torch(source)
-        state = from_nested(
-            _without_optimizer(content) if options.weights_only else content, source
+        return PlainState(model=PlainFiles(source).load())
+    if form is Form.TORCH:
+        return from_nested(read_torch(source), source, weights_only=options.weights_only)
+    if not options.trust_pickle:
+        raise ArgumentError(
+            f"{source} is a DCP, whose metadata are a pickle: reading it runs whatever its "
+            "author put there. If you have written it, say --trust-pickle"
         )
-    else:
-        if not options.trust_pickle:
-            raise ArgumentError(
-                f"{source} is a DCP, whose metadata are a pickle: reading it runs whatever its "
-                "author put there. If you have written it, say --trust-pickle"
-            )
-        state = from_nested(read_dcp(source), source)
-    return PlainState(model=state.model, step=state.step) if options.weights_only else state
+    return from_nested(read_dcp(source), source, weights_only=options.weights_only)
 
 
-def _without_optimizer(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if not str(key).startswith("optim")}
-
-
-def _compare(tensors: Mapping[str, Tensor], made: PlainFiles | SavedTensors, path: Place) -> None:
-    names = made.names() if isinstance(made, PlainFiles) else list(made)
-    if set(names) != set(tensors):
+def _compare(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], path: Place) -> None:
+    if set(actual) != set(expected):
         raise CheckpointError("has other tensors than it was made of", path)
-    for name in tensors:
-        again = made.read(name) if isinstance(made, PlainFiles) else made[name]
-        _compare_nested(tensors[name], again, path, name)
+    for name in expected:
+        _compare_nested(expected[name], actual[name], path, name)
 
 
 def _compare_nested(expected: Any, actual: Any, path: Place, where: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast, final
+from typing import NamedTuple, cast, final
 
 import torch
 from safetensors import safe_open
@@ -94,8 +94,8 @@ def _write(tensors: SavedTensors, entries: Sequence[Entry], path: Path) -> None:
 
 
 @final
-class PlainFiles:
-    """Weights in one file or in shards with an index, read one tensor at a time.
+class PlainFiles(Mapping[str, Tensor]):
+    """Weights in one file or in shards with an index, read when they are asked for.
 
     Raises:
         CheckpointCorrupt: the index or a file is not what it should be.
@@ -103,34 +103,38 @@ class PlainFiles:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if path.is_dir():
-            self._file_of = _index(path)
-        else:
-            self._file_of = dict.fromkeys(_sizes(path), path)
+        self._places = _index(path) if path.is_dir() else _places(path)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def load(self) -> dict[str, Tensor]:
         """Read all tensors into memory.
 
         Raises:
             CheckpointError: there is not enough memory.
         """
-        sizes = {file: _sizes(file) for file in {*self._file_of.values()}}
-        check_memory(sum(sizes[file][name] for name, file in self._file_of.items()), self._path)
-        return {name: self.read(name) for name in self._file_of}
+        check_memory(sum(place.nbytes for place in self._places.values()), self._path)
+        return dict(self)
 
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._file_of)
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor."""
-        path = self._file_of[name]
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._places[name].file
         try:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
                 return tensor
         except Exception as error:  # the class of safetensors' error has no narrower base
             raise CheckpointCorrupt(f"cannot be read: {error}", path, tensor=name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class _Place(NamedTuple):
+    """The file of a tensor, and the bytes that the tensor takes."""
+
+    file: Path
+    nbytes: int
 
 
 def check_memory(nbytes: int, path: Path) -> None:
@@ -144,8 +148,8 @@ def check_memory(nbytes: int, path: Path) -> None:
         )
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    """The bytes of each tensor of a file.
+def _places(path: Path) -> dict[str, _Place]:
+    """The tensors of a file.
 
     safetensors accepts a header that has a name twice, and readers differ in which of the two they
     take; such a header is refused here.
@@ -160,10 +164,11 @@ def _sizes(path: Path) -> dict[str, int]:
         total = end + sum(entry.nbytes for entry in entries)
         if file.nbytes != total:
             raise CheckpointCorrupt(f"has {file.nbytes} bytes instead of {total}", path)
-    return {entry.key: entry.nbytes for entry in entries}
+    return {entry.key: _Place(path, entry.nbytes) for entry in entries}
 
 
-def _index(folder: Path) -> dict[str, Path]:
+def _index(folder: Path) -> dict[str, _Place]:
+    """The tensors of a folder: of its index, or of its only file."""
     path = folder / INDEX
     if not path.is_file():
         files = sorted(folder.glob("*.safetensors"))
@@ -176,7 +181,7 @@ def _index(folder: Path) -> dict[str, Path]:
                     "not there: convert again, or name the file itself",
                     files[0],
                 )
-            return dict.fromkeys(_sizes(files[0]), files[0])
+            return _places(files[0])
         raise ArgumentError(f"{folder} holds no {INDEX} and not just one .safetensors file")
     _check_place(path, folder)
     if path.stat().st_size > _MAX_INDEX_NBYTES:
@@ -188,16 +193,16 @@ def _index(folder: Path) -> dict[str, Path]:
     if not isinstance(weights, dict) or not all(type(file) is str for file in weights.values()):
         raise CheckpointCorrupt("is no index of weights", path)
     named = cast(dict[str, str], weights)
-    known: dict[str, dict[str, int]] = {}
+    known: dict[str, dict[str, _Place]] = {}
     for file in sorted({*named.values()}):
         if Path(file).name != file or not (folder / file).is_file():
             raise CheckpointCorrupt(f"names {brief(file)}, which is no file of the folder", path)
         _check_place(folder / file, folder)
-        known[file] = _sizes(folder / file)
+        known[file] = _places(folder / file)
     for name, file in named.items():
         if name not in known[file]:
             raise CheckpointCorrupt(f"names {brief(name)} in {file}, which does not hold it", path)
-    return {name: folder / file for name, file in named.items()}
+    return {name: known[file][name] for name, file in named.items()}
 
 
 def _check_place(file: Path, folder: Path) -> None:

@@ -192,9 +192,9 @@ class _AnyState:
         self.content = state
 
 
-def names_that_fit(values: Mapping[str, Any]) -> set[str]:
-    """The names under which values can be saved."""
-    return {name for name in values if name.isidentifier()} - _RESERVED
+def names_that_fit(values: Mapping[str, Any]) -> list[str]:
+    """The names under which values can be saved, in their order."""
+    return [name for name in values if name.isidentifier() and name not in _RESERVED]
 
 
 def write_step(state: PlainState, root: Place, step: int) -> Place:

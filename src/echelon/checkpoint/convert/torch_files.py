@@ -31,8 +31,11 @@ def to_nested(state: PlainState) -> dict[str, Any]:
     return nested | dict(state.values)
 
 
-def from_nested(nested: Mapping[str, Any], path: Path) -> PlainState:
+def from_nested(nested: Mapping[str, Any], path: Path, *, weights_only: bool) -> PlainState:
     """The state in a dict with the usual keys, or in the state dict of a model alone.
+
+    Args:
+        weights_only: leave everything out but the model.
 
     Raises:
         ArgumentError: it has no model, or the optimizer has numbers instead of names.
@@ -47,6 +50,8 @@ def from_nested(nested: Mapping[str, Any], path: Path) -> PlainState:
         raise ArgumentError(
             f"{path} holds no state dict of a model: it has {sorted(map(str, nested))[:10]!r:.400}"
         )
+    if weights_only:
+        return PlainState(model=tensors)
     others = tuple(str(name) for name, value in model.items() if not isinstance(value, Tensor))
     if key is None:
         return PlainState(model=tensors, left_out=others)
