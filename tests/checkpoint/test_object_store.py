@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import echelon as ec
 from echelon.checkpoint import object_store
 from echelon.checkpoint.store_path import StorePath
-from echelon.cli.checkpoint_commands import app
+from echelon.cli import app
 from echelon.comm.world import World
 from echelon.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from echelon.process import time_limits
@@ -340,7 +340,7 @@ def test_large_files_are_read_in_blocks(store: str, monkeypatch: pytest.MonkeyPa
 
 
 def command(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
     return result.exit_code, result.output
 
 

@@ -102,3 +102,78 @@ def is_woken_meanwhile(world: ec.World) -> str:
 
 def test_a_condition_that_comes_true_while_it_is_first_looked_at_wakes_its_rank() -> None:
     assert ec.run(is_woken_meanwhile, 2, timeout=20) == ["woken", ""]
+
+
+def waits_for_its_turn_beside_a_late_thread(world: ec.World) -> bool:
+    """Rank 2 wants its turn while rank 1 computes, and the thread of rank 0 is late for its own."""
+    group = world.group.subgroup(range(world.size))
+    assert group is not None
+
+    def meets() -> None:
+        if world.rank == 0:
+            time.sleep(2.5)  # before its first wait in a call
+        group.barrier()
+
+    thread = threading.Thread(target=meets)
+    thread.start()
+    if world.rank == 2:  # the first to go on
+        time.sleep(0.5)  # in which the others run
+    if world.rank == 1:
+        end_s = time.monotonic() + 2.0
+        while time.monotonic() < end_s:
+            pass
+    world.group.barrier()
+    thread.join()
+    return True
+
+
+def test_a_rank_that_waits_for_its_turn_is_not_idle() -> None:
+    assert ec.run(waits_for_its_turn_beside_a_late_thread, 3, timeout=20) == [True] * 3
+
+
+def sends_from_a_new_thread(world: ec.World) -> float:
+    """Each rank waits for a message of a thread that has not communicated before."""
+
+    def sends() -> None:
+        time.sleep(0.7)
+        world.group.send(torch.ones(1), 1 - world.rank)
+
+    thread = threading.Thread(target=sends)
+    thread.start()
+    received = torch.zeros(1)
+    world.group.recv(received, 1 - world.rank)
+    thread.join()
+    return received.item()
+
+
+def sends_late_from_the_rank(world: ec.World) -> float:
+    """Only threads have communicated when the ranks themselves send what the threads wait for."""
+    received = torch.zeros(1)
+    thread = threading.Thread(target=world.group.recv, args=(received, 1 - world.rank))
+    thread.start()
+    time.sleep(0.7)
+    world.group.send(torch.ones(1), 1 - world.rank)
+    thread.join()
+    return received.item()
+
+
+@pytest.mark.parametrize("main", [sends_from_a_new_thread, sends_late_from_the_rank])
+def test_what_has_not_communicated_yet_is_no_deadlock(main: object) -> None:
+    assert ec.run(main, 2, timeout=20) == [1.0, 1.0]  # type: ignore[arg-type]
+
+
+def receives_beside_a_monitor(world: ec.World) -> None:
+    """As the progress bar of tqdm has one: a thread that looks at something now and then."""
+    end = threading.Event()
+    threading.Thread(target=end.wait, args=(30.0,), daemon=True).start()
+    try:
+        world.group.recv(torch.zeros(1), 1 - world.rank)
+    finally:
+        end.set()
+
+
+def test_a_deadlock_is_told_at_once_beside_threads_that_only_look() -> None:
+    start_s = time.monotonic()
+    with pytest.raises(DeadlockError):
+        ec.run(receives_beside_a_monitor, 2, timeout=60)
+    assert time.monotonic() - start_s < 20

@@ -53,9 +53,10 @@ def start_while_a_peer_fails(rank: int, port: int) -> None:
     begin = start_module.start_gloo
 
     def begin_in_vain(store: c10d.Store, *args: Any, **options: Any) -> Engine:
-        begin(store, *args, **options)
+        engine = begin(store, *args, **options)  # kept, or gloo itself would fail on one
         store.set(f"begun/{rank}", "")
-        store.wait([f"begun/{other}" for other in range(3)])  # or gloo itself would fail on one
+        store.wait([f"begun/{other}" for other in range(3)])
+        del engine
         if rank == 1:
             time.sleep(0.2)  # so that its record is the later one
             raise RuntimeError("no such interface")

@@ -6,13 +6,16 @@ They run at any time, and so while the process has the state of another rank.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_threads import this_rank
 from echelon.process.replacement import Installation, Replacement
 
 _NAME = "_kept_of_rank"
+_STARTER = "starter"
 
 _readers: dict[str, Callable[[], Any]] = {}
 
@@ -43,6 +46,26 @@ def kept(name: str) -> Any:
     if this_rank() is not None:
         return None
     return vars(threading.current_thread()).get(_NAME, {}).get(name)
+
+
+def started_by(order: RankOrder, rank: int) -> list[threading.Thread]:
+    """The threads that run and that a rank has started, or one of these has."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if (starter := vars(thread).get(_NAME, {}).get(_STARTER))
+        and starter[1] == rank
+        and starter[0]() is order
+    ]
+
+
+def _read_starter() -> tuple[weakref.ref[RankOrder], int]:
+    rank = this_rank()
+    assert rank is not None
+    return weakref.ref(rank.order), rank.rank
+
+
+keep(_STARTER, _read_starter)
 
 
 def _start_and_keep(self: threading.Thread) -> None:

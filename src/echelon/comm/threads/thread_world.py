@@ -14,9 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 from echelon.comm.threads.call_watch import CallWatch, NoWatch
+from echelon.comm.threads.kept_by_threads import started_by
 from echelon.comm.threads.last_seen import LastSeen
 from echelon.comm.threads.pending import (
     Pending,
@@ -71,7 +73,7 @@ class ThreadWorld:
         self._num_events = 0  # calls and completions of all ranks
         self._polls: dict[int, tuple[int, float]] = {}  # by rank: the events then, and since when
         self._gave_up: dict[int, Pending] = {}  # by rank whose last call timed out
-        self._threads = [WorkerThreads() for _ in range(size)]
+        self._threads = [WorkerThreads(partial(started_by, order, rank)) for rank in range(size)]
         self._with_workers: set[int] = set()  # ranks that communicate from several threads
         self._finished: set[int] = set()
         self._step_rows: dict[int, StepRows] = {}  # by rank
@@ -82,6 +84,7 @@ class ThreadWorld:
 
     def enter(self, rank: int) -> None:
         """Record that a rank runs on the calling thread."""
+        self._threads[rank].note()
         sighting = self.sightings[rank]
         sighting.thread, sighting.native_id = threading.get_ident(), threading.get_native_id()
 
@@ -356,9 +359,17 @@ class ThreadWorld:
 
         A rank needs all ranks that it waits for, so any cycle is a deadlock.
         """
-        if self._conditions or self.rules.has_queues or self._has_workers():
-            going = self._ranks_that_may_go_on()
-            return not self._may_end(wait, going, self.rules.able(going))
+        simple = not (self._conditions or self.rules.has_queues or self._has_workers())
+        if simple and not self._is_in_circle(start, wait):
+            return False
+        if simple:  # threads that ranks have started may come to their first calls
+            ranks = range(self.size)
+            self._with_workers |= {rank for rank in ranks if self._threads[rank].are_several()}
+        going = self._ranks_that_may_go_on()
+        return not self._may_end(wait, going, self.rules.able(going))
+
+    def _is_in_circle(self, start: int, wait: RankWait) -> bool:
+        """Whether ``start`` waits for itself or a rank that has returned, one wait in each rank."""
         if not self._finished.isdisjoint(wait.pending.absent):
             return True
         seen: set[int] = set()
@@ -392,7 +403,11 @@ class ThreadWorld:
             rank
             for rank in range(self.size)
             if rank not in self._finished
-            and (not self._waits[rank] or self._threads[rank].may_go_on(self._waits[rank]))
+            and (
+                not self._waits[rank]
+                or self.order.is_next(rank)
+                or self._threads[rank].may_go_on(self._waits[rank])
+            )
         }
         while True:
             able = self.rules.able(going)

@@ -289,12 +289,12 @@ class Turns(RankOrder):
     # Turns -----------------------------------------------------------------------------------
 
     def is_next(self, rank: int) -> bool:
-        """Whether the rank could run if it were its turn."""
-        return rank in self._wanting
+        """Whether the rank waits for its turn, or has been given it and has not noticed yet."""
+        return rank in self._wanting or (self._holder == rank != self._running)
 
     def not_running(self, rank: int) -> str | None:
         """That the rank waits for its turn; None if it does not."""
-        return "waits for its turn" if rank in self._wanting or self._holder == rank else None
+        return "waits for its turn" if self.is_next(rank) else None
 
     def _has_turn(self, rank: int) -> bool:
         return self._running == rank and self._threads[rank] == threading.get_ident()

@@ -70,6 +70,7 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
         UnsupportedError: the plan has a pipeline.
 
     Example:
+        >>> from echelon import Strategy
         >>> EchelonStrategy("fsdp", strategy=Strategy.SHARD_GRAD_OP).sharing.plan
         'fsdp'
     """
