@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -13,6 +15,11 @@ class CrashedWorkers(LoadFileScheduling):
     the run because it hands out the files that the crashed worker had completed
     (https://github.com/pytest-dev/pytest-xdist/issues/1378).
     """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Hand a file to a worker. If it has just crashed, ``remove_node`` will hand it on."""
+        with suppress(OSError):  # the pipe is closed, and xdist has not read the end of it yet
+            super()._assign_work_unit(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Hand out what the worker had not begun, and return the test at which it crashed."""
