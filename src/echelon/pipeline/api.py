@@ -240,7 +240,8 @@ class Pipeline(StagedModule):
         batch = self._batches.batch(args, kwargs, target, weights, loss_fn, training=True)
         for shared in self._shared_parameters:
             shared.begin()
-        self._step_hooks.begin(self._plain_params())
+        params = self._local_params()
+        self._step_hooks.begin(self._without_wrapper(params))
         try:
             self._run(self._train_executor, batch, finalize=finalize)
         except BaseException:
@@ -250,16 +251,16 @@ class Pipeline(StagedModule):
         for shared in self._shared_parameters if finalize else ():
             shared.reduce()
         if self._group.size > 1:
-            mark_stage_gradients(self._local_params())
+            mark_stage_gradients(params)
         if finalize:
             self._step_hooks.end()
         return loss_of(batch, self._last, everywhere=everywhere, call="step")
 
-    def _plain_params(self) -> Iterable[nn.Parameter]:
-        """Parameters of stages that no wrapper reduces, which would let hooks of users wait."""
+    def _without_wrapper(self, params: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
+        """Those of stages that no wrapper reduces, which would let hooks of users wait."""
         stages = self._stages.values()
         if all(stage.data_parallel.is_local for stage in stages):
-            return self._local_params()
+            return params
         local = (stage.module for stage in stages if stage.data_parallel.is_local)
         return (param for module in local for param in module.parameters())
 

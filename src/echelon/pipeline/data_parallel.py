@@ -72,23 +72,23 @@ def unwrap(stage: nn.Module) -> nn.Module:
 
 @final
 class StageDataParallel:
-    """What whole-stage actions and backwards do to a stage's module; nothing if it is plain."""
+    """What whole-stage actions and backwards do to a stage's module; nothing if it is plain.
+
+    Attributes:
+        is_local: whether no other rank waits for gradients of this module.
+    """
 
     def __init__(self, module: nn.Module, reduce_every: ReduceEvery) -> None:
         self._module = module
         self._replicated = module if isinstance(module, Replicated) else None
         self._sharded = module if isinstance(module, Shardable) else None
         self._reduces_each_microbatch = reduce_every == "microbatch"
+        self.is_local = not self.is_replicated and not any(map(is_torch_wrapper, module.modules()))
 
     @property
     def is_replicated(self) -> bool:
         """Whether gradients are reduced over replicas of this module."""
         return self._replicated is not None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether no other rank waits for gradients of this module."""
-        return not self.is_replicated and not any(map(is_torch_wrapper, self._module.modules()))
 
     @property
     def num_ranks(self) -> int:
