@@ -15,43 +15,46 @@ from typing import final
 
 @final
 class _Stops:
-    """When the clock stood still."""
+    """When the clock stood still.
+
+    Attributes:
+        stood: the nanoseconds at which it stopped, if it stands, and how many it has stood before.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_stops = 0  # that last now
-        # When the clock stopped, if it stands, and how long it has stood before. One tuple, so that
-        # to read the clock needs no lock.
-        self._stood: tuple[int | None, int] = None, 0
+        # One tuple, so that to read the clock needs no lock.
+        self.stood: tuple[int | None, int] = None, 0
 
     def now_ns(self) -> int:
         """Nanoseconds since some moment, without those in which ranks were stopped."""
-        since_ns, stopped_ns = self._stood
+        since_ns, stopped_ns = self.stood
         return (time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns
 
     def now_s(self) -> float:
         """The same in seconds; not through ``now_ns``, because calls of a group read it often."""
-        since_ns, stopped_ns = self._stood
+        since_ns, stopped_ns = self.stood
         return 1e-9 * ((time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns)
 
     def begin(self) -> None:
         """Stop the clock, once more if it stands already."""
         with self._lock:
             if not self._num_stops:
-                self._stood = time.monotonic_ns(), self._stood[1]
+                self.stood = time.monotonic_ns(), self.stood[1]
             self._num_stops += 1
 
     def end(self) -> None:
         """End one stop; the clock runs again when all have ended."""
         with self._lock:
             self._num_stops -= 1
-            since_ns, stopped_ns = self._stood
+            since_ns, stopped_ns = self.stood
             if not self._num_stops and since_ns is not None:
-                self._stood = None, stopped_ns + time.monotonic_ns() - since_ns
+                self.stood = None, stopped_ns + time.monotonic_ns() - since_ns
 
 
-_stops = _Stops()
-running_s, running_ns = _stops.now_s, _stops.now_ns  # as they are: a function would cost a call
+stops = _Stops()
+running_s, running_ns = stops.now_s, stops.now_ns  # as they are: a function would cost a call
 
 
 @contextmanager
@@ -65,8 +68,8 @@ def stopped_time() -> Iterator[None]:
         >>> running_s() - before < 0.04
         True
     """
-    _stops.begin()
+    stops.begin()
     try:
         yield
     finally:
-        _stops.end()
+        stops.end()

@@ -248,11 +248,12 @@ class ThreadWorld:
         """
         rank = call.rank
         overtake = True  # take the turn in any case, because the world fails
-        if self._threads[rank].note():
-            self._with_workers.add(rank)
         with self.lock:
+            if self._threads[rank].note():
+                self._with_workers.add(rank)
             try:
-                self._await(pending, call, timeout, limit_s)
+                if not pending.complete:
+                    self._await(pending, call, timeout, limit_s)
                 overtake = False
             except CommTimeout:
                 overtake = timeout is None  # a caller with a timeout of its own may wait again
@@ -260,7 +261,8 @@ class ThreadWorld:
             finally:
                 self.order.resume(rank, overtake=overtake)
             self.order.advance_clock(rank, pending.came_s)
-        pending.raise_error()
+        if pending.error is not None:
+            pending.raise_error()
 
     def wait_until(
         self,
@@ -294,8 +296,6 @@ class ThreadWorld:
         Limits of time count the clock of the latest missing rank, so that a rank that only waits
         for its turn is not late.
         """
-        if pending.complete:  # no clock has to be read
-            return
         order, rank, thread = self.order, call.rank, threading.get_ident()
         seconds = limit_s if timeout is None else timeout
         start_s, idle_s = order.clock(rank), order.idle_s()
@@ -310,7 +310,7 @@ class ThreadWorld:
             waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
             if waited_s < seconds:
                 left_s = seconds - waited_s
-                has_workers = bool(self._with_workers) and self._has_workers()
+                has_workers = self._with_workers and self._has_workers()
                 order.sleep(rank, min(left_s, LOOK_S) if has_workers else left_s)
                 continue
             del self._waits[rank][thread]
@@ -359,7 +359,11 @@ class ThreadWorld:
 
         A rank needs all ranks that it waits for, so any cycle is a deadlock.
         """
-        simple = not (self._conditions or self.rules.has_queues or self._has_workers())
+        simple = not (
+            self._conditions
+            or self.rules.has_queues
+            or (self._with_workers and self._has_workers())
+        )
         if simple and not self._is_in_circle(start, wait):
             return False
         if simple:  # threads that ranks have started may come to their first calls
@@ -392,9 +396,8 @@ class ThreadWorld:
 
     def _has_workers(self) -> bool:
         """Whether a rank has other threads that communicate, which may end or become idle."""
-        if self._with_workers:
-            ended = [rank for rank in self._with_workers if not self._threads[rank].are_several()]
-            self._with_workers.difference_update(ended)
+        ended = [rank for rank in self._with_workers if not self._threads[rank].are_several()]
+        self._with_workers.difference_update(ended)
         return bool(self._with_workers)
 
     def _ranks_that_may_go_on(self) -> set[int]:

@@ -58,7 +58,7 @@ from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_threads import RankThread, this_rank
 from echelon.comm.threads.replaced_names import watching_imports
-from echelon.comm.threads.running_time import running_s
+from echelon.comm.threads.running_time import running_s, stops
 from echelon.errors import StateError
 from echelon.process.operating_system import at_fork
 from echelon.process.process_status import others_work
@@ -252,8 +252,12 @@ class Turns(RankOrder):
         since_s, seconds = self._since_s[rank], self._seconds[rank]
         if since_s is None:
             return seconds
-        now_s = self._held_since_s if self._num_held else running_s()  # ``_now_s`` without its call
-        return seconds + (now_s - self._held_s) - since_s
+        if self._num_held:
+            return seconds + (self._held_since_s - self._held_s) - since_s
+        # As ``_now_s``, without two calls: a call of a group reads the clock five times.
+        stood_ns, stopped_ns = stops.stood
+        now_ns = (time.monotonic_ns() if stood_ns is None else stood_ns) - stopped_ns
+        return seconds + (1e-9 * now_ns - self._held_s) - since_s
 
     def advance_clock(self, rank: int, seconds: float) -> None:
         """Let the clock of the rank show at least ``seconds``."""
@@ -275,7 +279,8 @@ class Turns(RankOrder):
         if self._since_s[rank] is None:
             self._since_s[rank] = now_s
             self._num_running += 1
-            self._note_idleness(now_s)
+            if self._idle_since_s is not None:
+                self._note_idleness(now_s)
 
     def _stop_clock(self, rank: int) -> None:
         since_s = self._since_s[rank]
@@ -310,7 +315,8 @@ class Turns(RankOrder):
             return
         self._holder = min(self._wanting, key=lambda other: (other - rank - 1) % self._size)
         self._wanting.discard(self._holder)
-        self._note_idleness(self._now_s())
+        if self._idle_since_s is not None:  # which ends here
+            self._note_idleness(self._now_s())
         if self._starter.lock.is_wanted():
             self._release_process()
         self._wakeups[self._holder].notify_all()
