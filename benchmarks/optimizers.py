@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 import echelon as ec
 from echelon.errors import UnsupportedError
@@ -130,7 +131,12 @@ def make_optimizer(cls: type[Optimizer], model: nn.Module) -> Optimizer:
 
 
 def train(
-    world: ec.World | None, cls: type[Optimizer], dtype: torch.dtype, layout: str, closures: str
+    world: ec.World | None,
+    cls: type[Optimizer],
+    dtype: torch.dtype,
+    layout: str,
+    closures: str,
+    made: list[Optimizer] | None = None,
 ) -> Any:
     torch.manual_seed(0)
     model = make_model(dtype)
@@ -142,6 +148,8 @@ def train(
         optimizer = make_optimizer(cls, model)
     except ValueError as error:
         raise UnsupportedError(f"{cls.__name__} itself looks at {error}") from error
+    if made is not None:
+        made.append(optimizer)
     if hasattr(optimizer, "train") and callable(optimizer.train):
         optimizer.train()
     generator = torch.Generator().manual_seed(1)
@@ -163,13 +171,20 @@ def train(
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def alone(cls: type[Optimizer]) -> tuple[dict[str, Tensor], torch.dtype, str] | str:
-    """The weights of one process, and how it got them; what went wrong if it cannot train."""
+Alone = tuple[dict[str, Tensor], torch.dtype, str, bool]
+
+
+def alone(cls: type[Optimizer]) -> Alone | str:
+    """The weights of one process, and how it got them; what went wrong if it cannot train.
+
+    The last value says whether the optimizer computes in float32, whatever the weights are.
+    """
     error: Exception | None = None
     for closures in ("some", "none", "all"):
         for dtype in (torch.float64, torch.float32):
             try:
-                expected = train(None, cls, dtype, "flat", closures)
+                made: list[Optimizer] = []
+                expected = train(None, cls, dtype, "flat", closures, made)
                 again = train(None, cls, dtype, "flat", closures)
             except Exception as caught:
                 error = error or caught
@@ -181,12 +196,13 @@ def alone(cls: type[Optimizer]) -> tuple[dict[str, Tensor], torch.dtype, str] | 
             if all(torch.equal(start[name], value) for name, value in expected.items()):
                 return "changes nothing"
             same = all(torch.equal(again[name], value) for name, value in expected.items())
-            return (expected, dtype, closures) if same else "two runs of one process differ"
+            single = dtype is torch.float32 or _keeps_float32(made[0])
+            return (expected, dtype, closures, single) if same else "two runs of one process differ"
     return f"{type(error).__name__}: {error}"[:100].replace("\n", " ")
 
 
-def outcome(cls: type[Optimizer], layout: str, ranks: int, alone: Any) -> str:
-    expected, dtype, closures = alone
+def outcome(cls: type[Optimizer], layout: str, ranks: int, alone: Alone) -> str:
+    expected, dtype, closures, single = alone
     try:
         found = ec.run(train, ranks, args=(cls, dtype, layout, closures), timeout=120)[0]
     except UnsupportedError as error:
@@ -201,13 +217,16 @@ def outcome(cls: type[Optimizer], layout: str, ranks: int, alone: Any) -> str:
     if worst <= TOLERANCE:
         return "equal"
     # What computes in float32 inside has its rounding in all layouts.
-    return (
-        f"equal to {worst:.0e}" if worst <= ROUNDING and _single(expected) else f"WRONG {worst:.1e}"
+    return f"equal to {worst:.0e}" if worst <= ROUNDING and single else f"WRONG {worst:.1e}"
+
+
+def _keeps_float32(optimizer: Optimizer) -> bool:
+    """Whether a state of more than one element has float32, as for weights of half precision."""
+    states = pytree.tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    return any(
+        isinstance(state, Tensor) and state.numel() > 1 and state.dtype is torch.float32
+        for state in states
     )
-
-
-def _single(expected: dict[str, Tensor]) -> bool:
-    return any(value.dtype == torch.float32 for value in expected.values())
 
 
 def try_class(cls: type[Optimizer], layouts: list[str], send: Any) -> None:

@@ -3,7 +3,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -191,8 +190,10 @@ def test_an_agent_that_does_not_end_when_it_is_told_to_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(time_limits, "KILL_S", 0.5)
-    deaf = partial(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-    with subprocess.Popen(["sleep", "300"], preexec_fn=deaf) as agent:
+    deaf = ["sh", "-c", "trap '' TERM; echo deaf; exec sleep 300"]
+    with subprocess.Popen(deaf, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"deaf\n"
         with pytest.raises(BrokenPipeError), local_job._passing_on(agent, 0.1):
             raise BrokenPipeError
         assert agent.returncode == -signal.SIGKILL

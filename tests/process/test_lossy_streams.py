@@ -23,6 +23,7 @@ if sys.argv[1] != "raises":
 for step in range(int(sys.argv[2])):
     print("ä" * 700)
     print("ö" * 700, file=sys.stderr)
+sys.stdout.flush()
 sys.stdout.buffer.write(b"bytes\\n")
 sys.stdout.flush()
 """
