@@ -24,6 +24,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_mutants_and_each_compiles() -> None:
     drawn = mutants.draw(30, 5)
     assert drawn == mutants.draw(30, 5)

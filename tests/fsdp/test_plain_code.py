@@ -114,6 +114,7 @@ CASES = [("threads", 2, [*MODELS]), ("threads", 3, [*MODELS]), ("threads", 4, ["
 OTHERS = [(kind, 2, ["flat FULL_SHARD", "rows FULL_SHARD"]) for kind in ("processes", "gloo")]
 
 
+@pytest.mark.slow_for("3")
 @pytest.mark.parametrize(("kind", "ranks", "models"), [*CASES, *OTHERS])
 def test_a_line_of_a_script_is_right_or_refused(kind: str, ranks: int, models: list[str]) -> None:
     for found in run_world(kind, check_all, ranks, args=(models,)):
@@ -162,6 +163,7 @@ def told(error: BaseException) -> bool:
     return isinstance(error, EchelonError) or any("pipe" in note for note in notes)
 
 
+@pytest.mark.slow_for("rows", "pp=2,dp=2")
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 @pytest.mark.parametrize("text", PLANS)
 def test_a_line_of_a_script_is_right_or_refused_under_a_plan(text: str, layout: str) -> None:

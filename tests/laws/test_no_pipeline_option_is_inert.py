@@ -180,6 +180,7 @@ def inert(world: World, kind: str) -> list[str]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow_for("ddp", "fsdp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_option_is_seen_or_refused_with_every_stage_and_schedule(kind: str) -> None:
     for found in run_world("threads", inert, 4, (kind,), timeout=200):

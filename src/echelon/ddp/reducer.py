@@ -44,7 +44,13 @@ from echelon.ddp.options import DDPOptions
 from echelon.ddp.replicas import ReplicaWatch
 from echelon.ddp.reports import UnusedIndices
 from echelon.errors import StateError
-from echelon.modules.autograd import Token, add_gradient, is_of_inputs_only, queue_end
+from echelon.modules.autograd import (
+    Token,
+    add_gradient,
+    is_of_inputs_only,
+    queue_end,
+    token_of_body,
+)
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.parameters import LateAnswer, TrainableParameters
 from echelon.modules.wrapper import check_may_sync
@@ -406,9 +412,9 @@ class Reducer:
             raise graph_is_lost()
         self._user_hooks.defer()
         self._make_local(None)
-        token = Token()
-        self._start(BackwardRecord(lambda: token, synced=True), None)
-        self._finalize_backward()
+        with token_of_body() as token:
+            self._start(BackwardRecord(token, synced=True), None)
+            self._finalize_backward()
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a local gradient to ``.grad``, whatever that holds."""

@@ -37,7 +37,7 @@ from echelon.fsdp.pass_state import (
 from echelon.fsdp.storage import wait_for_unshards
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.unsharder import Unsharder
-from echelon.modules.autograd import Token, is_of_inputs_only, queue_end
+from echelon.modules.autograd import is_of_inputs_only, queue_end, token_of_body
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.wrapper import check_may_sync
 
@@ -416,9 +416,9 @@ class Backward:
                 "under no_sync()? Without it, backward reduces them itself"
             )
         self._check_hooks(None)
-        token = Token()
-        self._pass = BackwardPass(lambda: token, True, len(self._units))
-        self._finish()
+        with token_of_body() as token:
+            self._pass = BackwardPass(token, True, len(self._units))
+            self._finish()
 
     def discard_aborted(self) -> None:
         """Undo what a backward has left that was aborted."""

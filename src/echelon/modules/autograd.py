@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -28,6 +29,24 @@ class Token:
     """
 
     __slots__ = ("__weakref__",)
+
+
+@contextmanager
+def token_of_body() -> Iterator[Callable[[], Token | None]]:
+    """A weak reference to a token that dies with the body, also where the body raises.
+
+    Example:
+        >>> with token_of_body() as token:
+        ...     token() is None
+        False
+        >>> token() is None
+        True
+    """
+    tokens = [Token()]
+    try:
+        yield weakref.ref(tokens[0])
+    finally:
+        tokens.clear()  # the traceback of an exception keeps this frame
 
 
 def queue_end(end: Callable[[], None] | None) -> Callable[[], Token | None]:

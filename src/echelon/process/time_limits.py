@@ -1,8 +1,9 @@
 """How long the processes and threads of a job wait for one another where no user says it.
 
-All of these limits stand here, in seconds, and are read at each use (``time_limits.NOTICE_S``), so
-that a test can replace one of them. How long a rank waits in one call is ``timeout`` of ``run``
-and ``init``, and not among them.
+They stand here, in seconds, and are read at each use (``time_limits.NOTICE_S``), so that a test can
+replace one of them. Three kinds do not: the timeout of a call (``timeout`` of ``run`` and ``init``,
+``DEFAULT_TIMEOUT_S``); pauses between two looks at something; and the grace of one mechanism, which
+stands beside it, as ``GRACE_S`` of ``comm.threads.blocking_calls``, after which others run.
 
 ::
 
