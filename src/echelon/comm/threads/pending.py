@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -33,11 +32,6 @@ class Pending:
         self.complete = False
         self.error: Exception | None = None
         self.came_s = 0.0  # when the last rank joined it, if ranks take turns
-
-    def raise_error(self) -> None:
-        """Raise why it is complete without a result, with a traceback of its own for each rank."""
-        if self.error is not None:
-            raise copy.copy(self.error)
 
 
 @final

@@ -262,7 +262,7 @@ class ThreadWorld:
                 self.order.resume(rank, overtake=overtake)
             self.order.advance_clock(rank, pending.came_s)
         if pending.error is not None:
-            pending.raise_error()
+            raise copy.copy(pending.error)  # with a traceback of its own for each rank
 
     def wait_until(
         self,

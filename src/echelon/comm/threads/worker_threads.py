@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from echelon.comm.threads.running_time import running_s
@@ -37,7 +37,7 @@ class WorkerThreads:
         started: returns the threads that run and that the rank has started.
     """
 
-    def __init__(self, started: Callable[[], Iterable[threading.Thread]]) -> None:
+    def __init__(self, started: Callable[[], Sequence[threading.Thread]]) -> None:
         self._started = started
         self._threads: dict[int, threading.Thread] = {}
         self._seen: dict[int, tuple[tuple[int, int], int, float]] = {}  # wait, looks, the last one
@@ -54,7 +54,7 @@ class WorkerThreads:
                 if not thread.is_alive():
                     self._threads.pop(number, None)
                     self._seen.pop(number, None)
-        return len(self._threads) > 1 or any(True for _ in self._started())
+        return len(self._threads) > 1 or bool(self._started())
 
     def may_go_on(self, waiting: Collection[int]) -> bool:
         """Whether one of them may go on that is not among those that wait in calls of groups."""
@@ -97,8 +97,9 @@ def _wait_of(number: int, *, with_limit: bool) -> tuple[int, int] | None:
     def is_at(file: str, function: str) -> bool:
         return code.co_name == function and code.co_filename.endswith(file)
 
-    waits = any(is_at(*place) for place in _ENDLESS) or (
-        (is_at(*_WAIT) and (with_limit or frame.f_locals.get("timeout", 0) is None))
+    waits = (
+        any(is_at(*place) for place in _ENDLESS)
+        or (is_at(*_WAIT) and (with_limit or frame.f_locals.get("timeout", 0) is None))
         or (is_at(*_POLL) and with_limit)
     )
     return (id(frame), frame.f_lasti) if waits else None
