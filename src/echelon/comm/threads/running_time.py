@@ -27,13 +27,8 @@ class _Stops:
         # One tuple, so that to read the clock needs no lock.
         self.stood: tuple[int | None, int] = None, 0
 
-    def now_ns(self) -> int:
-        """Nanoseconds since some moment, without those in which ranks were stopped."""
-        since_ns, stopped_ns = self.stood
-        return (time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns
-
     def now_s(self) -> float:
-        """The same in seconds; not through ``now_ns``, because calls of a group read it often."""
+        """Seconds since some moment, without those in which ranks were stopped."""
         since_ns, stopped_ns = self.stood
         return 1e-9 * ((time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns)
 
@@ -54,7 +49,7 @@ class _Stops:
 
 
 stops = _Stops()
-running_s, running_ns = stops.now_s, stops.now_ns  # as they are: a function would cost a call
+running_s = stops.now_s  # as it is: a function would cost a call
 
 
 @contextmanager
