@@ -6,7 +6,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.errors import ArgumentError, ModelMismatch, ScheduleError
+from echelon.errors import ArgumentError, ModelMismatch, ScheduleError, UnsupportedError
 from echelon.pipeline.arguments import check_devices
 from tests.pipeline.models import build, each, pipeline
 from tests.worlds import run_world
@@ -109,6 +109,17 @@ def test_a_stage_on_another_device_is_refused() -> None:
     check_devices({3: nn.Linear(2, 2), 4: nn.Linear(2, 2, device="meta")}, torch.device("cpu"))
     with pytest.raises(ArgumentError, match="stage 3 has 'weight', which has no shape yet"):
         check_devices({3: nn.LazyLinear(2)}, torch.device("cpu"))
+
+
+def test_gradients_that_count_the_rows_of_a_batch_are_refused_where_it_is_cut() -> None:
+    def main(world: World) -> None:
+        counting = nn.Sequential(nn.Embedding(5, 2, scale_grad_by_freq=True))
+        stages = [counting, *build("plain", 2)[1:]]
+        pipeline(world, stages, microbatches=1)
+        with pytest.raises(UnsupportedError, match=r"^module '0' .* a row is in one microbatch"):
+            pipeline(world, stages, microbatches=2)
+
+    ec.run(main, 2)
 
 
 @pytest.mark.parametrize(

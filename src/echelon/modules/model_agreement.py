@@ -100,11 +100,21 @@ def _check_modules(module: nn.Module, size: int, left_alone: Collection[int]) ->
             )
         if size > 1 and getattr(submodule, "max_norm", None) is not None:
             _check_max_norm(name, submodule, left_alone)
-        if size > 1 and getattr(submodule, "scale_grad_by_freq", False):
+    if size > 1:
+        refuse_scale_grad_by_freq(module, "this rank's part")
+
+
+def refuse_scale_grad_by_freq(module: nn.Module, part: str) -> None:
+    """Refuse an embedding whose gradients depend on how a batch is cut, here into ``part``.
+
+    Raises:
+        UnsupportedError: a module counts how often a row is in what its forward is given.
+    """
+    for name, submodule in module.named_modules():
+        if getattr(submodule, "scale_grad_by_freq", False):
             raise UnsupportedError(
                 f"module {name or type(submodule).__name__!r} has scale_grad_by_freq=True, which "
-                "divides by how often a row is in this rank's part of the batch, not in all of it: "
-                "build it without"
+                f"divides by how often a row is in {part}, not in the whole batch: build it without"
             )
 
 

@@ -15,6 +15,7 @@ from echelon import checks
 from echelon.comm.agreement import compare
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, ModelMismatch
+from echelon.modules.model_agreement import refuse_scale_grad_by_freq
 from echelon.pipeline.data_parallel import ReduceEvery, Shardable, is_torch_wrapper
 from echelon.pipeline.schedules.ir import Schedule
 
@@ -54,6 +55,10 @@ def check_arguments(
         raise ArgumentError(f"options {sorted(schedule_options)} belong to a schedule's name")
     checks.integer("microbatches", microbatches, low=1)
     checks.function("loss_fn", loss_fn, "output and target", or_none=True)
+    if microbatches > 1:
+        for stage in stages:
+            if isinstance(stage, nn.Module):
+                refuse_scale_grad_by_freq(stage, "one microbatch")
 
 
 @final
