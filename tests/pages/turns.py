@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import echelon as ec
@@ -64,6 +65,8 @@ def _rows(places: list[Place]) -> Iterator[str]:
 def _section(number: int, name: str, save: Any) -> str:
     names = getattr(save, "__self__", None)
     places = names._places if isinstance(names, Names) else []
+    if isinstance(save, partial):  # a single attribute
+        places = [Place(save.args[0], save.args[1:])]
     if name in _WORDS:
         lines = [_WORDS[name]]
     elif any(place.reason for place in places):

@@ -175,7 +175,7 @@ def _connect_threads(
 
 def _clock(order: RankOrder, rank: int) -> float:
     """The clock of a rank, which does not run while it waits and no other rank can run."""
-    return order.clock(rank) + order.idle_s()
+    return 1e-9 * (order.clock(rank) + order.idle_ns())
 
 
 def _leave_group(group: ThreadGroup, failure: str | None) -> None:

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from echelon.comm.threads.process_state import register_state
+from echelon.comm.threads.process_state import register_variable
 from echelon.comm.threads.rank_modules import VARIABLE
 from echelon.comm.threads.rank_threads import this_rank
-from echelon.comm.threads.replaced_names import Names, Place, register_replacements
+from echelon.comm.threads.replaced_names import register_replacements
 from echelon.errors import EchelonError, UnsupportedError
 from echelon.errors.message_text import message_of
 
@@ -131,14 +131,9 @@ def _shared_number(function: Callable[[int], None]) -> Callable[[int], None]:
     return set_number
 
 
-register_replacements(
-    "numbers that ranks share",
-    ((torch, "set_num_interop_threads", None),),
-    lambda function, _: _shared_number(function),
-)
+register_variable("numbers that ranks share", torch, "set_num_interop_threads", _shared_number)
 # How each rank starts processes.
-_start_method = Names([Place(multiprocessing.context._default_context, ("_actual_context",))])
-register_state("start method", _start_method.read, _start_method.write)
+register_variable("start method", multiprocessing.context._default_context, "_actual_context")
 
 # ``torch.multiprocessing`` has a function of the name of this module.
 _spawning = importlib.import_module("torch.multiprocessing.spawn")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from echelon.comm.threads.process_state import register_variable
 from echelon.comm.threads.rank_threads import this_rank
-from echelon.comm.threads.replaced_names import register_replacements
 
 _THREADS = "AsyncCheckpointExecutor"  # the beginning of the names that DCP gives to its threads
 
@@ -33,4 +33,4 @@ def _submit_of_rank(
     return future
 
 
-register_replacements("saves of DCP", ((ThreadPoolExecutor, "submit", _submit_of_rank),))
+register_variable("saves of DCP", ThreadPoolExecutor, "submit", lambda submit: _submit_of_rank)

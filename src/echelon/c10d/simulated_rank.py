@@ -6,8 +6,10 @@ rank starts are of the rank, too.
 
 from __future__ import annotations
 
+import sys
+
 from echelon.comm.threads.group import ThreadGroup
-from echelon.comm.threads.process_state import register_state
+from echelon.comm.threads.process_state import register_variable
 from echelon.errors import StateError
 
 _group: ThreadGroup | None = None
@@ -35,4 +37,4 @@ def set_world_group(group: ThreadGroup | None) -> None:
     _group = group
 
 
-register_state("simulated rank", world_group, set_world_group, lambda group: None)
+register_variable("simulated rank", sys.modules[__name__], "_group", lambda group: None)

@@ -39,9 +39,9 @@ def test_the_clocks_of_ranks_show_their_own_time_joined_where_they_meet() -> Non
     def main(world: ec.World) -> tuple[float, float]:
         order = world.group._world.order  # type: ignore[attr-defined]
         time.sleep(0.1 * (1 + world.rank))
-        before = order.clock(world.rank)
+        before = 1e-9 * order.clock(world.rank)
         world.group.all_reduce(torch.ones(1))
-        return before, order.clock(world.rank)
+        return before, 1e-9 * order.clock(world.rank)
 
     results = ec.run(main, 3)
     for rank, (before, after) in enumerate(results):

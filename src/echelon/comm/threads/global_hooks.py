@@ -26,7 +26,10 @@ _HOLDERS: list[dict[int, Any]] = [
     if name.startswith("_global_") and isinstance(hooks, dict)
 ]
 _is_full = "_global_is_full_backward_hook"
-_NONE: tuple[tuple[_Hooks, ...], Any] = (tuple(() for _ in _HOLDERS), None)
+_State: TypeAlias = tuple[tuple[_Hooks, ...], Any]
+_NONE: _State = (tuple(() for _ in _HOLDERS), None)
+_seen: list[Any] = []  # what was there when it was last looked at
+_latest: _State = _NONE  # what of it is a rank's own
 
 
 def _is_ours(hook: Any) -> bool:
@@ -37,13 +40,17 @@ def _select(hooks: Iterable[tuple[int, Any]], *, ours: bool) -> _Hooks:
     return tuple([(key, hook) for key, hook in hooks if _is_ours(hook) is ours])
 
 
-def _save() -> tuple[tuple[_Hooks, ...], Any]:
-    saved = tuple([_select(each.items(), ours=False) if each else () for each in _HOLDERS])
-    values = saved, vars(module)[_is_full]
-    return _NONE if values == _NONE else values
+def _save() -> _State:
+    global _seen, _latest
+    seen = [*map(tuple, map(dict.items, _HOLDERS)), vars(module)[_is_full]]
+    if seen != _seen:
+        _seen = seen
+        values = tuple([_select(hooks, ours=False) for hooks in seen[:-1]]), seen[-1]
+        _latest = _NONE if values == _NONE else values
+    return _latest
 
 
-def _restore(values: tuple[tuple[_Hooks, ...], Any]) -> None:
+def _restore(values: _State) -> None:
     for holder, hooks in zip(_HOLDERS, values[0], strict=True):
         wanted = (*_select(holder.items(), ours=True), *hooks)
         if tuple(holder.items()) != wanted:

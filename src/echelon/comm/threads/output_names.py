@@ -18,7 +18,7 @@ import threading
 from typing import Any, TypeAlias, final
 
 from echelon.comm.threads.kept_by_threads import keep, kept
-from echelon.comm.threads.process_state import register_state
+from echelon.comm.threads.process_state import register_state, register_variable
 from echelon.comm.threads.replaced_names import Names, Place, Values
 from echelon.process.replacement import Installation, Replacement
 
@@ -93,15 +93,6 @@ _Settings: TypeAlias = dict[logging.Logger, dict[str, Any]]
 _settings: _Settings | None = None
 
 
-def _save() -> _Settings | None:
-    return _settings
-
-
-def _restore(settings: _Settings | None) -> None:
-    global _settings
-    _settings = settings
-
-
 def _of_new_rank(settings: _Settings | None) -> _Settings:
     """A rank begins with what its caller has set, which is a rank itself sometimes."""
     return {
@@ -110,7 +101,7 @@ def _of_new_rank(settings: _Settings | None) -> _Settings:
     }
 
 
-register_state("logging", _save, _restore, _of_new_rank)
+register_variable("logging", sys.modules[__name__], "_settings", _of_new_rank)
 keep("logging", lambda: _settings)
 
 

@@ -31,7 +31,7 @@ class Pending:
         self.absent = set(expected)  # those that have not joined
         self.complete = False
         self.error: Exception | None = None
-        self.came_s = 0.0  # when the last rank joined it, if ranks take turns
+        self.came_ns = 0  # when the last rank joined it, if ranks take turns
 
 
 @final

@@ -24,7 +24,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -86,6 +87,22 @@ def register_state(
     return remove
 
 
+def register_variable(
+    name: str, holder: Any, attribute: str, copy: Callable[[Any], Any] = lambda value: value
+) -> None:
+    """Give each simulated rank one attribute of its own, which is there already.
+
+    Args:
+        name: of the state.
+        holder: a module, a class or an object.
+        attribute: read and assigned at each turn, so it should cost nothing.
+        copy: makes what a rank starts with from the caller's value.
+    """
+    register_state(
+        name, partial(getattr, holder, attribute), partial(setattr, holder, attribute), copy
+    )
+
+
 @final
 class StateOwner:
     """A rank, or the code outside of ranks, with its values of the registered states.
@@ -115,7 +132,8 @@ class StateOwner:
         global _loaded
         if _loaded is self:
             return
-        current = _loaded._values = _saved()
+        # As ``_saved``, without its call.
+        current = _loaded._values = {name: state.save() for name, state in _states.items()}
         for name, state in _states.items():
             if name not in self._values:  # registered since this owner ran
                 self._values[name] = state.copy(_at_registration[name])
@@ -207,6 +225,10 @@ def _same_if_equal(save: Callable[[], Value]) -> Callable[[], Value]:
     return saved
 
 
+def _save_cuda_streams() -> list[Any] | None:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+
 def _restore_cuda_streams(states: list[Any] | None) -> None:
     if states is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state_all(states)
@@ -214,11 +236,8 @@ def _restore_cuda_streams(states: list[Any] | None) -> None:
 
 _restore_torch: Callable[[Any], Any] = torch.default_generator.set_state
 register_state("torch", torch.default_generator.get_state, _restore_torch)
-register_state(
-    "cuda",
-    lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
-    _restore_cuda_streams,
-)
+_has_cuda = torch.backends.cuda.is_built()  # else each turn need not ask; ``NoneType()`` is None
+register_state("cuda", _save_cuda_streams if _has_cuda else NoneType, _restore_cuda_streams)
 _python_stream = PythonStream()
 register_state("random", _python_stream.save, _python_stream.restore)
 
@@ -339,7 +358,7 @@ def _changed(before: _Variables, after: _Variables) -> dict[Any, Any]:
 def _restore_environment(variables: _Variables) -> None:
     global _variables
     encoded: _Variables = vars(os.environ)["_data"]
-    for name, value in _changed(_save_environment(), variables).items():
+    for name, value in _changed(_variables, variables).items():
         if value is None:
             os.unsetenv(name)
             del encoded[name]
@@ -397,4 +416,5 @@ def restore_in_process(saved: dict[str, Any]) -> None:
         True
     """
     for name, value in saved.items():
+        _states[name].save()  # which looks what is there
         _states[name].restore(value)

@@ -25,15 +25,16 @@ class RankOrder(ABC):
     Attributes:
         lock: of the world.
         asking_thread: the thread whose debugger asks for a command, if one does.
-        when_rank_runs: called by each rank on its thread before it goes on, with the lock.
+        when_rank_runs: called by each rank on its thread before it goes on, with the lock, if a
+            debugger has breakpoints.
     """
 
     def __init__(self, size: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # whose conditions wait without Python code of their own
         self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self.asking_thread: int | None = None
         self._in_a_hurry = False
-        self.when_rank_runs: Callable[[], None] = do_nothing
+        self.when_rank_runs: Callable[[], None] | None = None
 
     @final
     def require_running(self, call: object) -> None:
@@ -73,16 +74,16 @@ class RankOrder(ABC):
             wakeup.notify_all()
 
     @abstractmethod
-    def clock(self, rank: int) -> float:
-        """The seconds of a rank: as if each rank had a core of its own. Needs no lock."""
+    def clock(self, rank: int) -> int:
+        """The nanoseconds of a rank: as if each rank had a core of its own. Needs no lock."""
 
     @abstractmethod
-    def advance_clock(self, rank: int, seconds: float) -> None:
-        """Let the clock of the rank show at least ``seconds``."""
+    def advance_clock(self, rank: int, nanoseconds: int) -> None:
+        """Let the clock of the rank show at least ``nanoseconds``."""
 
     @abstractmethod
-    def idle_s(self) -> float:
-        """The seconds in which the clock of no rank has run. Needs no lock."""
+    def idle_ns(self) -> int:
+        """The nanoseconds in which the clock of no rank has run. Needs no lock."""
 
     @abstractmethod
     def is_next(self, rank: int) -> bool:
@@ -91,7 +92,3 @@ class RankOrder(ABC):
     @abstractmethod
     def not_running(self, rank: int) -> str | None:
         """Why a rank does not run that waits for nobody; None if it does, or blocks by itself."""
-
-
-def do_nothing() -> None:
-    """Unless a debugger has breakpoints."""

@@ -157,7 +157,7 @@ class OneQueue(RankRules):
         self._communicators: dict[tuple[str, tuple[int, ...]], Pending] = {}
         self._places: dict[Pending, dict[int, _Launch]] = {}  # by operation and rank
         self._of_host = TaggedMessages(shares_memory=False)
-        self._free_s = [0.0] * size  # when the last operation of a rank was complete
+        self._free_ns = [0] * size  # when the last operation of a rank was complete
 
     def of_host(self) -> RankRules:
         """Those of gloo."""
@@ -190,7 +190,7 @@ class OneQueue(RankRules):
         places = self._places.pop(pending, {})
         for rank, launch in places.items():
             launch.parts.pop(pending, None)
-            self._free_s[rank] = max(self._free_s[rank], pending.came_s)
+            self._free_ns[rank] = max(self._free_ns[rank], pending.came_ns)
         return self._advance(places)
 
     def begin_batch(self, rank: int) -> None:
@@ -245,7 +245,7 @@ class OneQueue(RankRules):
                 continue
             if all(self._queues[rank][0] is launch for rank, launch in places.items()):
                 pending.is_started = True
-                pending.came_s = max([pending.came_s, *(self._free_s[rank] for rank in places)])
+                pending.came_ns = max([pending.came_ns, *(self._free_ns[rank] for rank in places)])
                 runnable.append(pending)
         return runnable
 

@@ -27,10 +27,14 @@ class _Stops:
         # One tuple, so that to read the clock needs no lock.
         self.stood: tuple[int | None, int] = None, 0
 
-    def now_s(self) -> float:
-        """Seconds since some moment, without those in which ranks were stopped."""
+    def now_ns(self) -> int:
+        """Nanoseconds since some moment, without those in which ranks were stopped."""
         since_ns, stopped_ns = self.stood
-        return 1e-9 * ((time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns)
+        return (time.monotonic_ns() if since_ns is None else since_ns) - stopped_ns
+
+    def now_s(self) -> float:
+        """The same in seconds."""
+        return 1e-9 * self.now_ns()
 
     def begin(self) -> None:
         """Stop the clock, once more if it stands already."""
@@ -49,7 +53,7 @@ class _Stops:
 
 
 stops = _Stops()
-running_s = stops.now_s  # as it is: a function would cost a call
+running_ns, running_s = stops.now_ns, stops.now_s  # as they are: functions would cost calls
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class ThreadWorld:
         """Counts the steps of a rank, and measures them by the clock of the rank."""
         counter = StepCounter(
             self.sightings[rank].note_step,
-            clock=lambda: int(1e9 * self.order.clock(rank)),
+            clock=partial(self.order.clock, rank),
             takes_turns=True,
         )
         peers = self._step_rows
@@ -160,7 +160,7 @@ class ThreadWorld:
     def join(self, pending: Pending, call: CollectiveCall) -> None:
         """Record that a rank has joined ``pending``; needs the lock."""
         pending.absent.discard(call.rank)
-        pending.came_s = max(pending.came_s, self.order.clock(call.rank))
+        pending.came_ns = max(pending.came_ns, self.order.clock(call.rank))
 
     def open_communicator(
         self,
@@ -260,7 +260,7 @@ class ThreadWorld:
                 raise
             finally:
                 self.order.resume(rank, overtake=overtake)
-            self.order.advance_clock(rank, pending.came_s)
+            self.order.advance_clock(rank, pending.came_ns)
         if pending.error is not None:
             raise copy.copy(pending.error)  # with a traceback of its own for each rank
 
@@ -298,7 +298,8 @@ class ThreadWorld:
         """
         order, rank, thread = self.order, call.rank, threading.get_ident()
         seconds = limit_s if timeout is None else timeout
-        start_s, idle_s = order.clock(rank), order.idle_s()
+        start_ns, idle_ns = order.clock(rank), order.idle_ns()
+        left_s = seconds
         while not pending.complete:
             if self.failure is not None:
                 self.raise_failure(call)
@@ -306,12 +307,13 @@ class ThreadWorld:
             if self._is_stuck(rank, wait):
                 self._declare_deadlock(rank)
                 continue
-            latest_s = max(map(order.clock, pending.absent), default=start_s)
-            waited_s = max(0.0, latest_s - start_s) + order.idle_s() - idle_s
-            if waited_s < seconds:
-                left_s = seconds - waited_s
+            if left_s > 0:
                 has_workers = self._with_workers and self._has_workers()
                 order.sleep(rank, min(left_s, LOOK_S) if has_workers else left_s)
+                if not pending.complete:
+                    latest_ns = max(map(order.clock, pending.absent), default=start_ns)
+                    waited_ns = max(0, latest_ns - start_ns) + order.idle_ns() - idle_ns
+                    left_s = seconds - 1e-9 * waited_ns
                 continue
             del self._waits[rank][thread]
             self._gave_up[rank] = pending

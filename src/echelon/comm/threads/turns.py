@@ -58,7 +58,7 @@ from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_threads import RankThread, this_rank
 from echelon.comm.threads.replaced_names import watching_imports
-from echelon.comm.threads.running_time import running_s, stops
+from echelon.comm.threads.running_time import running_ns, stops
 from echelon.errors import StateError
 from echelon.process.operating_system import at_fork
 from echelon.process.process_status import others_work
@@ -66,6 +66,7 @@ from echelon.process.this_rank import here
 
 OVERTAKE_S = 0.2
 BLOCKED_S = 2.0
+_WORLD = -1  # stands for the clock of the world, which runs unless somebody looks at the ranks
 _BUSY = 0.1  # the share of a core that a process uses at least if its rank does not block
 
 
@@ -85,17 +86,19 @@ class Turns(RankOrder):
         self._overtaken: set[int] = set()
         self._closed = False
         self._turn = 0  # counts the turns
-        self._turn_since_s = 0.0  # when the holder began to run
+        self._turn_since_ns = 0  # when the holder began to run, by the clock of the world
         self._threads = [0] * size
-        self._seconds = [0.0] * size  # of the clocks that do not run
-        self._since_s: list[float | None] = [None] * size  # when the clocks began to run
+        # Of each clock, the last of which is the world's: what it showed when it began to run, and
+        # when that was; None if it does not.
+        self._shown_ns = [0] * (size + 1)
+        self._since_ns: list[int | None] = [*[None] * size, 0]
         self._num_running = 0
-        self._idle_s = 0.0
-        self._idle_since_s: float | None = None
-        self._looked = (-1, 0.0, 0.0)  # at which turn, when, and with how much processor time
+        self._idle_ns = 0
+        self._idle_since_ns: int | None = None
+        self._looked = (-1, 0, 0)  # at which turn, when, and with how much processor time
         self._num_held = 0  # threads in ``held``
-        self._held_s = 0.0  # how long clocks have stood still
-        self._held_since_s = 0.0  # if they do now
+        self._held_ns = 0  # how long clocks have stood still
+        self._held_since_ns = 0  # if they do now
         starter.lock.acquire(self)
         try:
             self._owners = [StateOwner(starter) for _ in range(size)]
@@ -161,7 +164,8 @@ class Turns(RankOrder):
             return
         renew_grace()
         was_overtaken = rank in self._overtaken and not self._in_a_hurry
-        self._stop_clock(rank)
+        if self._since_ns[rank] is not None:  # it has not slept
+            self._stop_clock(rank)
         self._take_next_turn(rank, overtake=overtake)
         if was_overtaken:
             warnings.warn(
@@ -223,7 +227,7 @@ class Turns(RankOrder):
             rank = self._running
             has_turn = rank is not None and self._has_turn(rank)
             if self._num_held == 0:
-                self._held_since_s = running_s()
+                self._held_since_ns = running_ns()
             self._num_held += 1
             if has_turn and not self._closed:
                 self._starter.load()
@@ -238,58 +242,53 @@ class Turns(RankOrder):
                     self._owners[rank].load()
                 self._num_held -= 1
                 if self._num_held == 0:
-                    self._held_s += running_s() - self._held_since_s
+                    self._held_ns += running_ns() - self._held_since_ns
 
     # Clocks ----------------------------------------------------------------------------------
 
-    def _now_s(self) -> float:
-        """The seconds of a clock that stands still while ranks are held."""
-        now_s = self._held_since_s if self._num_held else running_s()
-        return now_s - self._held_s
-
-    def clock(self, rank: int) -> float:
-        """See [Note: clocks]."""
-        since_s, seconds = self._since_s[rank], self._seconds[rank]
-        if since_s is None:
-            return seconds
+    def clock(self, rank: int) -> int:
+        """See [Note: clocks]; that of ``_WORLD`` stands still while ranks are held only."""
+        since_ns = self._since_ns[rank]
+        if since_ns is None:
+            return self._shown_ns[rank]
         if self._num_held:
-            return seconds + (self._held_since_s - self._held_s) - since_s
-        # As ``_now_s``, without two calls: a call of a group reads the clock five times.
-        stood_ns, stopped_ns = stops.stood
-        now_ns = (time.monotonic_ns() if stood_ns is None else stood_ns) - stopped_ns
-        return seconds + (1e-9 * now_ns - self._held_s) - since_s
+            now_ns = self._held_since_ns
+        else:  # as ``running_ns``, without its call: a call of a group reads the clock five times
+            stood_ns, stopped_ns = stops.stood
+            now_ns = (time.monotonic_ns() if stood_ns is None else stood_ns) - stopped_ns
+        return self._shown_ns[rank] + now_ns - self._held_ns - since_ns
 
-    def advance_clock(self, rank: int, seconds: float) -> None:
-        """Let the clock of the rank show at least ``seconds``."""
-        self._seconds[rank] += max(0.0, seconds - self.clock(rank))
+    def advance_clock(self, rank: int, nanoseconds: int) -> None:
+        """Let the clock of the rank show at least ``nanoseconds``."""
+        self._shown_ns[rank] += max(0, nanoseconds - self.clock(rank))
 
-    def idle_s(self) -> float:
-        """The seconds in which no rank could run, as when their threads wait for one another."""
-        since_s = self._idle_since_s
-        return self._idle_s + (0.0 if since_s is None else self._now_s() - since_s)
+    def idle_ns(self) -> int:
+        """The nanoseconds in which no rank could run, as when their threads wait for each other."""
+        since_ns = self._idle_since_ns
+        return self._idle_ns + (0 if since_ns is None else self.clock(_WORLD) - since_ns)
 
-    def _note_idleness(self, now_s: float) -> None:
-        since_s = self._idle_since_s
-        if since_s is not None:
-            self._idle_s += now_s - since_s
+    def _note_idleness(self, now_ns: int) -> None:
+        since_ns = self._idle_since_ns
+        if since_ns is not None:
+            self._idle_ns += now_ns - since_ns
         idle = self._holder is None and not self._num_running
-        self._idle_since_s = now_s if idle else None
+        self._idle_since_ns = now_ns if idle else None
 
-    def _start_clock(self, rank: int, now_s: float) -> None:
-        if self._since_s[rank] is None:
-            self._since_s[rank] = now_s
+    def _start_clock(self, rank: int, now_ns: int) -> None:
+        if self._since_ns[rank] is None:
+            self._since_ns[rank] = now_ns
             self._num_running += 1
-            if self._idle_since_s is not None:
-                self._note_idleness(now_s)
+            if self._idle_since_ns is not None:
+                self._note_idleness(now_ns)
 
     def _stop_clock(self, rank: int) -> None:
-        since_s = self._since_s[rank]
-        if since_s is not None:
-            now_s = self._now_s()
-            self._seconds[rank] += now_s - since_s
-            self._since_s[rank] = None
+        since_ns = self._since_ns[rank]
+        if since_ns is not None:
+            now_ns = self.clock(_WORLD)
+            self._shown_ns[rank] += now_ns - since_ns
+            self._since_ns[rank] = None
             self._num_running -= 1
-            self._note_idleness(now_s)
+            self._note_idleness(now_ns)
 
     # Turns -----------------------------------------------------------------------------------
 
@@ -311,12 +310,12 @@ class Turns(RankOrder):
         if not self._wanting:
             self._holder = None
             self._release_process()
-            self._note_idleness(self._now_s())
+            self._note_idleness(self.clock(_WORLD))
             return
         self._holder = min(self._wanting, key=lambda other: (other - rank - 1) % self._size)
         self._wanting.discard(self._holder)
-        if self._idle_since_s is not None:  # which ends here
-            self._note_idleness(self._now_s())
+        if self._idle_since_ns is not None:  # which ends here
+            self._note_idleness(self.clock(_WORLD))
         if self._starter.lock.is_wanted():
             self._release_process()
         self._wakeups[self._holder].notify_all()
@@ -338,12 +337,13 @@ class Turns(RankOrder):
             woken = wait_for(self._wakeups[rank], OVERTAKE_S if overtake else None)
             if overtake and not woken and self._turn == turn and not self._num_held:
                 self._overtake(rank)
-        self._running, self._turn_since_s = rank, self._now_s()
+        self._running, self._turn_since_ns = rank, self.clock(_WORLD)
         self._overtaken.discard(rank)
-        self._start_clock(rank, self._turn_since_s)
+        self._start_clock(rank, self._turn_since_ns)
         if not self._closed:
             self._owners[rank].load()
-        self.when_rank_runs()
+        if self.when_rank_runs is not None:
+            self.when_rank_runs()
 
     def _take_next_turn(self, rank: int, *, overtake: bool = False) -> None:
         """Wait for the next turn of the rank, which must not go on with the state of the caller.
@@ -385,15 +385,15 @@ class Turns(RankOrder):
         Called now and then, without the lock.
         """
         with self.lock:
-            now, processor_s = self._now_s(), time.process_time()
-            turn, seen_s, seen_processor_s = self._looked
-            busy = processor_s - seen_processor_s > _BUSY * (now - seen_s)
+            now_ns, processor_ns = self.clock(_WORLD), time.process_time_ns()
+            turn, seen_ns, seen_processor_ns = self._looked
+            busy = processor_ns - seen_processor_ns > _BUSY * (now_ns - seen_ns)
             waited_for = self._wanting and self._holder is not None
             if turn != self._turn or busy or not waited_for or others_work():
-                self._looked = (self._turn, now, processor_s)
-            elif now - seen_s >= BLOCKED_S:
+                self._looked = (self._turn, now_ns, processor_ns)
+            elif now_ns - seen_ns >= 1e9 * BLOCKED_S:
                 self._overtake()
-                self._looked = (self._turn, now, processor_s)
+                self._looked = (self._turn, now_ns, processor_ns)
 
     def long_turn(self, seconds: float) -> tuple[int, list[int]] | None:
         """The rank that has run for so long, and those that wait for their turns meanwhile.
@@ -401,8 +401,8 @@ class Turns(RankOrder):
         Called now and then, without the lock.
         """
         with self.lock:
-            rank = self._running
-            if rank is None or not self._wanting or self._now_s() - self._turn_since_s < seconds:
+            rank, ran_ns = self._running, self.clock(_WORLD) - self._turn_since_ns
+            if rank is None or not self._wanting or ran_ns < 1e9 * seconds:
                 return None
             return rank, sorted(self._wanting)
 
