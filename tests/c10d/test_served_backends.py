@@ -38,6 +38,29 @@ def test_processes_are_served_over_shared_memory() -> None:
     assert ec.run(asks_for, 2, "processes", args=("gloo",)) == [("gloo", "gloo", 3)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_ranks_that_differ_in_a_group_of_nccl_are_told_so_and_not_that_there_is_no_nccl(
+    kind: str,
+) -> None:
+    with pytest.raises(ec.CollectiveMismatch, match="all_reduce"):
+        ec.run(disagree, 2, kind)
+
+
+def disagree() -> None:
+    dist.init_process_group("nccl")
+    tensor = torch.ones(1)
+    dist.broadcast(tensor, 0) if dist.get_rank() else dist.all_reduce(tensor)
+
+
+def test_a_group_of_more_ranks_than_the_job_has_is_refused() -> None:
+    def main() -> None:
+        dist.init_process_group("gloo", world_size=3, rank=0)
+
+    with pytest.raises(ec.ArgumentError, match=r"a group of 3 ranks .* this job has 2"):
+        ec.run(main, 2)
+
+
 def keeps_gloo(world: ec.World) -> tuple[bool, int]:
     os.environ.update({OWN_VARIABLE: "1", "GLOO_SOCKET_IFNAME": "lo"})
     total = torch.tensor([world.rank + 1])

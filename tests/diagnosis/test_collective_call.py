@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import echelon as ec
 from echelon.diagnosis.collective_call import CallSignature, CallSite, caller, fingerprint
@@ -81,6 +82,18 @@ def test_frames_of_torch_are_not_the_users() -> None:
     with torch.autograd.set_multithreading_enabled(False):
         (tensor * 2).sum().backward()
     assert [place.file for place in found] == [__file__]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_wrapper_of_a_function_that_torch_has_renamed_is_not_the_users() -> None:
+    def main(world: ec.World) -> None:
+        dist.init_process_group("gloo")
+        part = torch.ones(1 + world.rank)
+        dist.all_gather_into_tensor(part.repeat(2), part)
+
+    with pytest.raises(ec.CollectiveMismatch) as info:
+        ec.run(main, 2)
+    assert all(f"{__file__}:" in call for call in info.value.calls.values()), info.value
 
 
 class Calls:

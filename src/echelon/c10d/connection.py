@@ -18,7 +18,7 @@ from echelon.comm.group import Group
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis.collective_call import CallSignature
-from echelon.errors import CommTimeout
+from echelon.errors import ArgumentError, CommTimeout
 from echelon.process.operating_system import require_linux
 
 if TYPE_CHECKING:
@@ -147,6 +147,11 @@ def _connect_threads(
 ) -> Connection:
     """Learn through the store which simulated rank is which rank of the group."""
     store, rank, size = _own_store(options), options.group_rank, options.group_size
+    if size > world.size:
+        raise ArgumentError(
+            f"a group of {size} ranks was asked for (world_size), and this job has {world.size}: "
+            f"start it with --ranks {size}, or leave world_size and rank out"
+        )
     keys = [str(member) for member in range(size)]
     if rank == 0:
         store.set("name", hub_of(world).unused_name(_name(options)))

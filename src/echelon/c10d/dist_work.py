@@ -21,6 +21,12 @@ from echelon.errors import CommTimeout
 from echelon.process.background_threads import run_on_idle_thread
 
 
+def wait_for_all(works: Sequence[dist.Work]) -> None:
+    """Return when the results of all works are there."""
+    for work in works:
+        work.wait()
+
+
 @final
 class C10dWork(dist.Work):
     """Operations of a group under way, as one work of c10d.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -15,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from echelon.c10d.connection import Connection, connect, of_processes
-from echelon.c10d.dist_work import C10dWork, ReceiveFromAny
+from echelon.c10d.dist_work import C10dWork, ReceiveFromAny, wait_for_all
 from echelon.c10d.monitored_barrier import MonitoredBarrier
 from echelon.c10d.named_process_group import BACKEND, NamedProcessGroup
 from echelon.c10d.sparse_reduction import SparseAllReduce
@@ -83,6 +84,7 @@ class ProcessGroupEchelon(NamedProcessGroup):
         self._batch_scope = ExitStack()  # of the batch that is being issued, until it ends
         self._num_in_batch = 0  # messages of it that are still to come
         self._batch: list[Work] = []
+        self._coalesced: list[C10dWork] | None = None  # works since ``_start_coalescing``
 
     def _get_sequence_number_for_group(self) -> int:
         return self._num_issued
@@ -133,7 +135,7 @@ class ProcessGroupEchelon(NamedProcessGroup):
         seconds: float | None = None,
         source: Callable[[], int] = lambda: -1,
     ) -> C10dWork:
-        return C10dWork(
+        work = C10dWork(
             parts,
             result,
             finish,
@@ -142,6 +144,9 @@ class ProcessGroupEchelon(NamedProcessGroup):
             kept=self._kept,
             connection=self._connection,
         )
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     # Reductions ------------------------------------------------------------------------------
 
@@ -401,6 +406,18 @@ class ProcessGroupEchelon(NamedProcessGroup):
             self._num_in_batch -= 1
             if not self._num_in_batch:
                 self._end_batch()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Let what follows be one operation, until ``_end_coalescing``."""
+        self.begin_batch(sys.maxsize)
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """One work that waits for all works since ``_start_coalescing``."""
+        works, self._coalesced = self._coalesced or [], None
+        self._end_batch()
+        results = [tensor for work in works for tensor in work.result()]
+        return self._work([], results, partial(wait_for_all, works))
 
     def _end_batch(self) -> None:
         self._num_in_batch = 0

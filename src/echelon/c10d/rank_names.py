@@ -25,7 +25,7 @@ from echelon.c10d import (  # register state
 )
 from echelon.c10d.process_group import check_p2p_op_list
 from echelon.c10d.rank_variables import rank_variables, timeout_variable
-from echelon.c10d.served_backends import new_process_group, set_group_timeout
+from echelon.c10d.served_backends import FACTS_OF_CALLS, new_process_group, set_group_timeout
 from echelon.c10d.simulated_store import (
     SimulatedFileStore,
     SimulatedHashStore,
@@ -73,6 +73,7 @@ register_replacements(
         (distributed_c10d, "_new_process_group_helper", new_process_group),
         (distributed_c10d, "_set_pg_timeout", set_group_timeout),
         (device_mesh.DeviceMesh, "__init__", _init_mesh_of_rank),
+        *FACTS_OF_CALLS,
         (dist, "_make_distributed_pdb", BreakpointOfRank),
         *(
             (module, name, value)

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
+from torch.distributed import c10d_logger, distributed_c10d
 
 from echelon.c10d import simulated_rank
 from echelon.c10d.group_agreement import agree_on_group, is_made_by_all
@@ -110,9 +110,24 @@ def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
         _set_timeout(timeout, group)
 
 
+def facts_of_call(func_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What torch logs of a call that raises.
+
+    Torch's own asks for the version of NCCL where a group says that it is NCCL's, and a torch
+    without NCCL raises that it knows none, in place of the error of the call.
+    """
+    return {"func_name": func_name, "global_rank": os.environ.get("RANK", "")}
+
+
+# What torch without NCCL asks for in groups that are served as NCCL's.
+FACTS_OF_CALLS = (
+    () if distributed_c10d.is_nccl_available() else ((c10d_logger, "_get_msg_dict", facts_of_call),)
+)
+
 _REPLACEMENTS = (
     Replacement(distributed_c10d, "_new_process_group_helper", new_process_group),
     Replacement(distributed_c10d, "_set_pg_timeout", set_group_timeout),
+    *(Replacement(*each) for each in FACTS_OF_CALLS),
 )
 
 

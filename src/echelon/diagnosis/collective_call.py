@@ -132,7 +132,8 @@ _NOT_THE_USERS = (
 @lru_cache(maxsize=4096)
 def _is_users(file: str) -> bool:
     """Whether the code of a file is the user's. Cached, because every call asks for its frames."""
-    return not file.startswith(_NOT_THE_USERS)
+    # Torch marks functions as deprecated by wrapping them in one of ``typing_extensions``.
+    return not file.startswith(_NOT_THE_USERS) and os.path.basename(file) != "typing_extensions.py"
 
 
 def caller(depth: int = 1) -> CallSite:

@@ -1,8 +1,10 @@
 """What hangs over NCCL alone is named under its rules, and runs under those of gloo."""
 
+import contextlib
 import itertools
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import batch_isend_irecv  # as programs import it, before ranks start
+from torch.distributed import (
+    batch_isend_irecv,  # as programs import it, before ranks start
+    distributed_c10d,
+)
 
 import echelon as ec
 from echelon.comm.world import World
@@ -89,6 +94,71 @@ def test_messages_of_a_pair_match_in_the_order_of_issue_and_never_silently_acros
         ec.run(main, 2, rules="nccl")
     assert "tag 0" in str(caught.value)
     assert "tag 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+def test_a_mismatch_that_a_program_catches_ends_it_over_nccl_which_raises_nothing(
+    kind: str,
+) -> None:
+    def main() -> None:
+        dist.init_process_group("gloo")
+        rank, tensor = dist.get_rank(), torch.ones(3)
+        with contextlib.suppress(ec.CollectiveMismatch):
+            if kind == "message":
+                dist.send(tensor, 1) if rank == 0 else dist.recv(torch.ones(2), 0)
+            else:
+                dist.all_reduce(tensor) if rank else dist.broadcast(tensor, 0)
+        dist.all_reduce(tensor)
+
+    ec.run(main, 2)
+    with pytest.raises(ec.CollectiveMismatch, match=f"{Path(__file__).name}:"):
+        ec.run(main, 2, rules="nccl")
+
+
+def test_another_thread_may_send_while_a_batch_waits_for_its_first_use() -> None:
+    def exchange(group: dist.ProcessGroup | None) -> None:
+        peer, message = 1 - dist.get_rank(), torch.ones(1)
+        pair = [dist.P2POp(each, message.clone(), peer, group) for each in (dist.isend, dist.irecv)]
+        for work in batch_isend_irecv(pair):
+            work.wait()
+
+    def main() -> None:
+        dist.init_process_group("gloo")
+        first, second = dist.new_group(), dist.new_group()
+        if dist.get_rank() == 0:
+            thread = threading.Thread(target=exchange, args=(first,))
+            thread.start()
+            time.sleep(0.1)  # until the batch is held
+            dist.send(torch.ones(1), 1, group=second)
+            thread.join()
+        else:
+            dist.recv(torch.ones(1), 0, group=second)
+            exchange(first)
+
+    ec.run(main, 2, rules="nccl")
+
+
+@pytest.mark.parametrize("rules", [None, "nccl"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_coalesced_on_a_device_is_one_operation(rules: str | None, device: str) -> None:
+    def main() -> list[float]:
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        sent, received = torch.full((1,), rank + 1.0), torch.zeros(1)
+        on_device = {"device": torch.device(device), "async_ops": True}
+        with distributed_c10d._coalescing_manager(**on_device) as messages:
+            dist.isend(sent, (rank + 1) % size)
+            dist.irecv(received, (rank - 1) % size)
+        messages.wait()
+        sums = [sent.clone(), sent * 2]
+        with distributed_c10d._coalescing_manager(**on_device) as reductions:
+            for each in sums:
+                dist.all_reduce(each)
+        reductions.wait()
+        return torch.cat([received, *sums]).tolist()
+
+    expected = [[float(rank or 3), 6.0, 12.0] for rank in range(3)]
+    assert ec.run(main, 3, rules=rules) == expected
 
 
 def test_a_group_whose_ranks_do_not_all_come_holds_those_of_its_first_batch() -> None:

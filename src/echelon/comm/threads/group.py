@@ -238,8 +238,13 @@ class ThreadGroup(Group):
             ):
                 act(meeting.items, meeting.calls)
         except Exception as error:  # raised on every rank that waits
-            meeting.error = error
+            meeting.error = self._noted(error, meeting.calls[0].rank)
         meeting.items.clear()
+
+    def _noted(self, error: Exception, rank: int) -> Exception:
+        if self._rules.has_queues and isinstance(error, CollectiveMismatch):
+            self._world.note_mismatch(rank, error)
+        return error
 
     def _agree(self, calls: Sequence[CollectiveCall]) -> None:
         first = calls[0]
@@ -277,7 +282,7 @@ class ThreadGroup(Group):
         try:
             self._move(transfer)
         except Exception as error:  # raised on both ranks
-            transfer.error = error
+            transfer.error = self._noted(error, transfer.expected[0])
         transfer.sides.clear()  # the work of one rank must not keep the tensor of the other
 
     def _move(self, transfer: PendingMessage) -> None:

@@ -22,6 +22,7 @@ Law: a program that ends under these rules has no circle of waits under NCCL.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -129,14 +130,20 @@ class TaggedMessages(RankRules):
         return lambda pending: pending.absent <= going
 
 
+def _place(rank: int) -> tuple[int, int]:
+    """Who issues a batch: another thread of the rank issues what is none of it."""
+    return rank, threading.get_ident()
+
+
 class _Launch:
     """What a rank issues as one operation: a collective, a message, or a batch of messages."""
 
-    __slots__ = ("is_batch", "is_open", "parts")
+    __slots__ = ("is_batch", "is_open", "is_queued", "parts")
 
     def __init__(self, *, is_batch: bool = False) -> None:
         self.parts: dict[Pending, CollectiveCall] = {}  # that are not complete
         self.is_batch = self.is_open = is_batch
+        self.is_queued = False
 
 
 @final
@@ -153,7 +160,7 @@ class OneQueue(RankRules):
 
     def __init__(self, size: int) -> None:
         self._queues: list[deque[_Launch]] = [deque() for _ in range(size)]
-        self._batches: list[_Launch | None] = [None] * size
+        self._batches: dict[tuple[int, int], _Launch] = {}  # by the rank, and its thread
         self._communicators: dict[tuple[str, tuple[int, ...]], Pending] = {}
         self._places: dict[Pending, dict[int, _Launch]] = {}  # by operation and rank
         self._of_host = TaggedMessages(shares_memory=False)
@@ -167,7 +174,7 @@ class OneQueue(RankRules):
         self, group: str, ranks: Sequence[int], pair: tuple[int, int] | None, rank: int
     ) -> Pending | None:
         """See ``RankRules``."""
-        is_pair = pair is not None and self._batches[rank] is None
+        is_pair = pair is not None and _place(rank) not in self._batches
         members = tuple(sorted(pair)) if pair is not None and is_pair else tuple(ranks)
         key = (_PAIR if is_pair else "") + group, members
         made = self._communicators.get(key)
@@ -177,9 +184,9 @@ class OneQueue(RankRules):
 
     def issued(self, pending: Pending, call: CollectiveCall) -> Sequence[Pending]:
         """See ``RankRules``."""
-        launch = self._batches[call.rank]
-        if launch is None:
-            launch = _Launch()
+        launch = self._batches.get(_place(call.rank)) or _Launch()
+        if not launch.is_queued:  # a batch comes with its first message, which no first use holds
+            launch.is_queued = True
             self._queues[call.rank].append(launch)
         launch.parts[pending] = call
         self._places.setdefault(pending, {})[call.rank] = launch
@@ -195,12 +202,11 @@ class OneQueue(RankRules):
 
     def begin_batch(self, rank: int) -> None:
         """See ``RankRules``."""
-        self._batches[rank] = launch = _Launch(is_batch=True)
-        self._queues[rank].append(launch)
+        self._batches[_place(rank)] = _Launch(is_batch=True)
 
     def end_batch(self, rank: int) -> Sequence[Pending]:
         """See ``RankRules``."""
-        launch, self._batches[rank] = self._batches[rank], None
+        launch = self._batches.pop(_place(rank), None)
         if launch is not None:
             launch.is_open = False
         return self._advance([rank])
@@ -218,7 +224,7 @@ class OneQueue(RankRules):
 
     def channel(self, tag: int, rank: int) -> int:
         """See ``RankRules``."""
-        return int(self._batches[rank] is not None)
+        return int(_place(rank) in self._batches)
 
     def left(self) -> Mapping[int, tuple[Pending, CollectiveCall]]:
         """See ``RankRules``."""

@@ -37,7 +37,14 @@ from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.diagnosis.root_cause import end_of_wait_chain
 from echelon.diagnosis.step_rows import StepRows
 from echelon.diagnosis.stuck_ranks import ExitSign, ExitStage, error_of, explained
-from echelon.errors import CommError, CommTimeout, DeadlockError, RankFailed, StateError
+from echelon.errors import (
+    CollectiveMismatch,
+    CommError,
+    CommTimeout,
+    DeadlockError,
+    RankFailed,
+    StateError,
+)
 from echelon.errors.message_text import message_of, ranks_text
 
 
@@ -78,6 +85,7 @@ class ThreadWorld:
         self._finished: set[int] = set()
         self._step_rows: dict[int, StepRows] = {}  # by rank
         self._conditions: list[PendingCondition] = []  # that ranks wait for
+        self._mismatch: tuple[int, CollectiveMismatch] | None = None  # see ``note_mismatch``
         self.tells_last_calls = False
         self.watch: CallWatch = NoWatch()
         self.aborted: dict[str, tuple[int, str]] = {}
@@ -106,6 +114,11 @@ class ThreadWorld:
         self._num_events += 1
         if self._gave_up:
             self._gave_up.pop(call.rank, None)
+
+    def note_mismatch(self, rank: int, error: CollectiveMismatch) -> None:
+        """Keep an error that a device does not raise: a program that catches it hangs there."""
+        if self._mismatch is None:
+            self._mismatch = rank, error
 
     def finish(self, rank: int) -> None:
         """Record that a rank has returned, or has closed its world."""
@@ -453,7 +466,13 @@ class ThreadWorld:
         self._fail(rank, DeadlockError(waits, self._finished, shown, reasons))
 
     def _declare_left(self, rank: int) -> None:
-        """Fail if an operation has begun that no rank has waited for, and that cannot end."""
+        """Fail if an operation has begun that no rank has waited for, and that cannot end.
+
+        So does a mismatch that the program has caught (``note_mismatch``).
+        """
+        if self._mismatch is not None:
+            self._fail(*self._mismatch)
+            return
         left = self.rules.left()
         for other, (pending, call) in left.items():
             self._waits[other][0] = RankWait(pending, call, False)
