@@ -1,13 +1,15 @@
 """A parameter that several stages have is one, also where stages are replicated or sharded."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import echelon as ec
 from echelon.comm.world import World
-from tests.pipeline.models import each, train_beside
+from tests.pipeline.models import each, rows_of, train_beside
 from tests.pipeline.split_models import loss_fn
 from tests.pipeline.tied_stages import CLOSE, ROWS, plan, tied_stages, tokens_of
 from tests.worlds import run_world
@@ -55,9 +57,70 @@ def test_gradients_that_are_given_up_before_they_are_complete_are_gone() -> None
             plain.zero_grad()
             pipe.step(by, target=of)
             loss_fn(plain(by), of).backward()
-            own = dict(pipe.named_parameters())
-            for name, param in plain.named_parameters():
-                if name in own:
-                    torch.testing.assert_close(own[name].grad, param.grad, **CLOSE)
+            check_gradients(pipe, plain)
 
     ec.run(main, 2)
+
+
+def check_gradients(pipe: ec.Pipeline, plain: nn.Module) -> None:
+    """Compare those of this rank's stages with those of the plain model."""
+    named = dict(plain.named_parameters(remove_duplicate=False))
+    for name, param in pipe.named_parameters():
+        _, _, plain_name = name.split(".", 2)
+        torch.testing.assert_close(param.grad, named[plain_name].grad, **CLOSE, msg=name)
+
+
+def add_penalty(module: nn.Module) -> None:
+    torch.stack([param.square().sum() for param in module.parameters()]).sum().backward()
+
+
+def scale(module: nn.Module) -> None:
+    for param in module.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def decay(module: nn.Module) -> None:
+    for param in module.parameters():
+        if param.grad is not None:
+            param.grad.add_(param.detach(), alpha=0.1)
+
+
+def clamp(module: nn.Module) -> None:
+    for param in module.parameters():
+        if param.grad is not None:
+            param.grad.clamp_(-1e-2, 1e-2)
+
+
+def clear(module: nn.Module) -> None:
+    module.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "edits"),
+    [
+        (plan("1f1b"), [add_penalty, scale, decay, clamp, clear]),
+        (plan("zb-v"), [add_penalty, scale, decay, clamp, clear]),
+        (plan("zb-h1", dp=2), [add_penalty, scale, decay]),
+        (plan("1f1b", dp=2, pipeline=OFTEN), [add_penalty, scale, decay, clamp, clear]),
+    ],
+    ids=["1f1b", "zb-v", "zb-h1, dp=2", "1f1b, dp=2, often"],
+)
+def test_what_users_do_to_gradients_between_steps_counts_once_for_a_shared_parameter(
+    plan: ec.Plan, edits: list[Callable[[nn.Module], None]]
+) -> None:
+    def main(world: World) -> None:
+        for edit in edits:
+            plain, pipe = tied_stages(plan, world)
+            for step, finalize in enumerate((False, False, True)):
+                x, y = tokens_of(step, ROWS * plan.data_size)
+                rows = rows_of(world, plan, len(x))
+                for module in (plain, pipe):
+                    edit(module)
+                pipe.step(x[rows], target=y[rows], finalize=finalize)
+                loss_fn(plain(x), y).backward()
+            for module in (plain, pipe):
+                edit(module)
+            check_gradients(pipe, plain)
+
+    ec.run(main, plan.pp * plan.dp)

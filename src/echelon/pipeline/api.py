@@ -248,8 +248,11 @@ class Pipeline(StagedModule):
             for shared in self._shared_parameters:
                 shared.forget()
             raise
-        for shared in self._shared_parameters if finalize else ():
-            shared.reduce()
+        for shared in self._shared_parameters:
+            shared.sum_over_owners()
+        is_reduced = finalize or not self._collectives.has_reductions
+        for shared in self._shared_parameters if is_reduced else ():
+            shared.average_over_replicas()
         if self._group.size > 1:
             mark_stage_gradients(params)
         if finalize:
