@@ -1,11 +1,12 @@
 """A parameter that several stages have is one, also where stages are replicated or sharded."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
@@ -124,3 +125,114 @@ def test_what_users_do_to_gradients_between_steps_counts_once_for_a_shared_param
             check_gradients(pipe, plain)
 
     ec.run(main, plan.pp * plan.dp)
+
+
+def train_in_hooks(module: nn.Module, calls: dict[nn.Parameter, int]) -> None:
+    """Clamp each gradient, have an optimizer step, and drop the gradient; count the calls."""
+    for param in module.parameters():
+        optimizer = torch.optim.Adam([param], 0.05, foreach=False)
+
+        def hook(param: nn.Parameter, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            assert param.grad is not None
+            calls[param] += 1
+            param.grad.clamp_(-1e-2, 1e-2)
+            optimizer.step()
+            param.grad = None
+
+        calls[param] = 0
+        param.register_post_accumulate_grad_hook(hook)
+
+
+FLAT = {"use_orig_params": False, "min_num_params": 0}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan("1f1b"),
+        plan("zb-v"),
+        plan("1f1b", dp=2),
+        plan("zb-h1", dp=2),
+        plan("zb-v", dp=2, pipeline=OFTEN),
+        plan("1f1b", dp=2, pipeline=OFTEN),
+        plan("1f1b", shard=2, fsdp={"min_num_params": 0}),
+        plan("1f1b", shard=2, fsdp=FLAT),
+        plan("zb-h1", shard=2, pipeline={"recompute": True, **OFTEN}),
+    ],
+    ids=str,
+)
+def test_hooks_run_once_for_a_complete_gradient_of_a_shared_or_another_parameter(
+    plan: ec.Plan,
+) -> None:
+    def main(world: World) -> None:
+        plain, pipe = tied_stages(plan, world)
+        calls: dict[nn.Parameter, int] = {}
+        train_in_hooks(pipe, calls)
+        train_in_hooks(plain, {})
+        batches = [tokens_of(step, ROWS * plan.data_size) for step in range(3)]
+        for (x, y), finalize in zip(batches, (False, True, True), strict=True):
+            rows = rows_of(world, plan, len(x))
+            pipe.step(x[rows], target=y[rows], finalize=finalize)
+        assert set(calls.values()) == {2}
+        torch.stack([loss_fn(plain(x), y) for x, y in batches[:2]]).sum().backward()
+        loss_fn(plain(batches[2][0]), batches[2][1]).backward()
+        whole = plain.state_dict()
+        for name, value in pipe.whole_state_dict().items():
+            torch.testing.assert_close(value, whole[name], **CLOSE, msg=name)
+
+    ec.run(main, plan.pp * plan.data_size)
+
+
+def halve(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "plan", [plan("1f1b"), plan("zb-v", dp=2), plan("1f1b", dp=2, pipeline=OFTEN)], ids=str
+)
+def test_hooks_run_for_a_penalty_between_steps_and_not_for_a_frozen_parameter(
+    plan: ec.Plan,
+) -> None:
+    def main(world: World) -> None:
+        plain, pipe = tied_stages(plan, world)
+        for param in (*plain.parameters(), *pipe.parameters()):
+            param.register_post_accumulate_grad_hook(halve)
+        for step in range(3):
+            x, y = tokens_of(step, ROWS * plan.data_size)
+            rows = rows_of(world, plan, len(x))
+            for param in (*plain.parameters(), *pipe.parameters()):
+                param.requires_grad_(param.dim() < 2 or step != 1)
+            pipe.step(x[rows], target=y[rows])
+            loss_fn(plain(x), y).backward()
+            check_gradients(pipe, plain)
+            for module in (plain, pipe):
+                add_penalty(module)
+            check_gradients(pipe, plain)
+
+    ec.run(main, plan.pp * plan.dp)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("wrap", [ec.DDP, partial(ec.FSDP, min_num_params=0)], ids=["DDP", "FSDP"])
+def test_hooks_of_a_parameter_that_a_wrapper_ignores_run_once(
+    wrap: Callable[..., nn.Module], schedule: str
+) -> None:
+    def main(world: World) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 3, bias=False).double() for _ in range(2)]
+        plain = copy.deepcopy(nn.Sequential(*layers))
+        mesh = world.mesh(pp=2, dp=2)
+        own, seen = layers[mesh["pp"].rank].weight, list[Tensor]()
+        own.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        stages = [wrap(nn.Sequential(m), mesh["dp"], ignored=[m.weight]) for m in layers]
+        pipe = ec.Pipeline(
+            stages, mesh["pp"], microbatches=2, loss_fn=nn.MSELoss(), schedule=schedule
+        )
+        x = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+        pipe.step(x, target=x.flip(0))
+        nn.MSELoss()(plain(x), x.flip(0)).backward()
+        (gradient,) = seen
+        torch.testing.assert_close(gradient, plain[mesh["pp"].rank].weight.grad, **CLOSE)
+
+    ec.run(main, 4)

@@ -39,9 +39,10 @@ class SharedParameter:
     """The copy of a shared parameter on this rank.
 
     Law: after each step, ``.grad`` is that of the plain model on every owner, with the same bits;
-    without ``finalize`` for the rows of this pipeline. The ``owners`` are the ranks of this pipeline
-    that have the parameter, None if it is only this one. The ``replicas`` are the ranks of other
-    pipelines that have the same stages; None if there are none, or if a wrapper reduces over them.
+    without ``finalize`` on the rows of this pipeline only. The ``owners`` are the ranks of this
+    pipeline that have the parameter, None if it is only this one. The ``replicas`` are the ranks of
+    other pipelines that have the same stages; None if there are none, or if a wrapper reduces over
+    them.
 
     Attributes:
         is_counted: whether this rank is the one that counts the parameter in a norm.
@@ -67,9 +68,8 @@ class SharedParameter:
     def sum_over_owners(self) -> None:
         """Add up the gradients of all owners at the end of a step. All of them call it.
 
-        This does not wait until gradients are complete: in between, users scale and clear ``.grad``
-        and add penalties to it, on each owner as in the plain model, and so once and not as often as
-        there are owners.
+        This does not wait until gradients are complete, because users scale, clear and add to
+        ``.grad`` between steps. All owners do that alike, and it must count once.
         """
         self._before = None
         if self._owners is not None:
