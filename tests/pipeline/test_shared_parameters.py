@@ -236,3 +236,22 @@ def test_hooks_of_a_parameter_that_a_wrapper_ignores_run_once(
         torch.testing.assert_close(gradient, plain[mesh["pp"].rank].weight.grad, **CLOSE)
 
     ec.run(main, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "where"), [(plan("1f1b"), "pp"), (plan("zb-v", dp=2), "dp")], ids=["owner", "replica"]
+)
+def test_a_shared_parameter_that_is_frozen_on_some_ranks_only_is_refused(
+    plan: ec.Plan, where: str
+) -> None:
+    def main(world: World) -> None:
+        _, pipe = tied_stages(plan, world)
+        rank = world.rank if where == "pp" else plan.data_rank(world)
+        for name, param in pipe.named_parameters():
+            if name.endswith(("embed.weight", "head.weight")):
+                param.requires_grad_(rank == 0)
+        x, y = tokens_of(0, ROWS)
+        pipe.step(x, target=y)
+
+    with pytest.raises(ec.ModelMismatch, match=r"stages share:\n.*0: trained\n.*1: frozen"):
+        ec.run(main, plan.pp * plan.dp)

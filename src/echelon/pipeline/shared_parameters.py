@@ -28,7 +28,7 @@ from torch import nn
 
 from echelon.comm.group import Group
 from echelon.comm.streams import device_of
-from echelon.errors import ArgumentError, UnsupportedError
+from echelon.errors import ArgumentError, ModelMismatch, UnsupportedError
 from echelon.modules.memory_overlap import NamedMemory, check_memory
 from echelon.modules.parameters import is_claimed
 from echelon.pipeline.data_parallel import Replicated, Shardable
@@ -81,11 +81,23 @@ class SharedParameter:
             self._reduce(self._replicas, "mean")
 
     def _reduce(self, group: Group, op: Literal["sum", "mean"]) -> None:
-        """Reduce ``.grad`` over a group, unless it is None on all of its ranks."""
-        grad = self.param.grad
-        is_used = device_of(self.param.device).numbers([grad is not None], torch.uint8)
-        group.all_reduce(is_used, "max", label="whether a shared parameter was used")
-        if bool(is_used):
+        """Reduce ``.grad`` over a group, unless it is None on all of its ranks.
+
+        Raises a ModelMismatch if the parameter is frozen on some: an optimizer would train it there
+        by the gradients of the others, while freezing it in the plain model freezes it as a whole.
+        """
+        grad, is_trained = self.param.grad, self.param.requires_grad
+        flags = [grad is not None, is_trained, not is_trained]
+        found = device_of(self.param.device).numbers(flags, torch.uint8)
+        group.all_reduce(found, "max", label="whether a shared parameter was used")
+        is_used, is_trained_somewhere, is_frozen_somewhere = found.tolist()
+        if is_trained_somewhere and is_frozen_somewhere:
+            raise ModelMismatch(
+                "whether they train a parameter that stages share",
+                dict(enumerate(group.all_gather_object("trained" if is_trained else "frozen"))),
+                "Freeze and unfreeze it on every rank.",
+            )
+        if is_used:
             total = torch.zeros_like(self.param) if grad is None else grad
             group.all_reduce(total, op, label="gradient of a shared parameter")
             self.param.grad = total
