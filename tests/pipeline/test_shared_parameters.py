@@ -255,3 +255,18 @@ def test_a_shared_parameter_that_is_frozen_on_some_ranks_only_is_refused(
 
     with pytest.raises(ec.ModelMismatch, match=r"stages share:\n.*0: trained\n.*1: frozen"):
         ec.run(main, plan.pp * plan.dp)
+
+
+@pytest.mark.parametrize("plan", [plan("1f1b", dp=2), plan("1f1b", shard=2)], ids=str)
+def test_the_norm_of_gradients_that_replicas_have_not_averaged_is_refused(plan: ec.Plan) -> None:
+    def main(world: World) -> None:
+        _, pipe = tied_stages(plan, world)
+        x, y = tokens_of(plan.data_rank(world), ROWS)
+        pipe.step(x, target=y, finalize=False)
+        with pytest.raises(ec.StateError, match="after the step that completes them"):
+            ec.clip_grad_norm_(pipe, 0.1)
+        pipe.step(x, target=y)
+        norms = world.group.all_gather_object(ec.clip_grad_norm_(pipe, 0.1).item())
+        assert len(set(norms)) == 1
+
+    ec.run(main, 4)

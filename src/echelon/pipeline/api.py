@@ -382,7 +382,16 @@ class Pipeline(StagedModule):
         """The norm of the gradients of all stages; the same plain scalar on all ranks.
 
         All ranks call it. ``ec.clip_grad_norm_`` calls it for a ``Pipeline``.
+
+        Raises:
+            StateError: replicas have not averaged the gradients, so each would have another norm.
         """
+        waits_for_replicas = self._collectives.has_reductions and self._collectives.num_ranks > 1
+        if waits_for_replicas and self._step_hooks.is_open:
+            raise StateError(
+                "the norm of gradients that are not complete: the last step had finalize=False, so "
+                "replicas have not averaged them; clip after the step that completes them"
+            )
         counted_here = {shared.param: shared.is_counted for shared in self._shared_parameters}
         return norm_over_stages(self.stages.values(), counted_here, self._group, norm_type)
 
