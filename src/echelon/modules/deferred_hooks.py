@@ -11,6 +11,10 @@ The objects are put into the dict that autograd reads, under the same keys, beca
 users refer to that dict. The garbage collector does not see this dict, so the objects, and the
 hooks of wrappers, refer to their wrapper weakly; otherwise a wrapper that is dropped would never be
 freed. When the wrapper is gone, autograd's calls reach the hooks of users again.
+
+A step of a pipeline adds to a gradient several times, and wrappers may reduce it as often. There
+the hook of a user waits for the end of the step inside of the object that waits for the wrapper:
+who calls it, autograd or the wrapper, tells that the gradient has arrived.
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ class DeferredHooks:
         """
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
         self._wrapper_ids.add(handle.id)
+        hook.is_of_wrapper = True  # type: ignore[attr-defined]  # for ``StepHooks``
         return handle
 
     @property
@@ -120,7 +125,9 @@ class DeferredHooks:
             return
         with torch.no_grad():  # as in a backward
             for param in reduced:
-                for hook in [*param._post_accumulate_grad_hooks.values()]:
+                # A frozen parameter may have kept a gradient, which is reduced with the others.
+                hooks = param._post_accumulate_grad_hooks if param.requires_grad else {}
+                for hook in [*hooks.values()]:
                     if isinstance(hook, _Waiting):
                         hook.hook(param)
 
@@ -133,27 +140,78 @@ class DeferredHooks:
 
 
 @final
-class StepHooks:
-    """The hooks of users on gradients to which one step adds several times, called at its end.
+class _WaitingForStep:
+    """Replaces the hook of a user on a gradient to which one step adds several times."""
 
-    Parameters that nobody has hooked cost a look at one attribute in a step.
+    __slots__ = ("find_step", "hook")
+
+    def __init__(self, hook: _Hook, find_step: Callable[[], StepHooks | None]) -> None:
+        self.hook, self.find_step = hook, find_step
+
+    def __call__(self, param: nn.Parameter) -> None:
+        step = self.find_step()
+        if step is None or not step.is_open:
+            self.hook(param)
+        else:
+            step.add(param)
+
+
+@final
+class StepHooks:
+    """The hooks of users on gradients to which steps add several times, called once at the end.
+
+    Outside of steps a call of autograd or of a wrapper reaches them at once. Parameters that nobody
+    has hooked cost a look at one attribute in a step.
+
+    Attributes:
+        is_open: whether a step adds to gradients, or has done so and more will come.
     """
 
     def __init__(self) -> None:
-        self._deferred = DeferredHooks(())
-        self._hooked: list[nn.Parameter] = []
+        self._arrived: set[nn.Parameter] = set()
+        self._find_self = weakref.ref(self)
+        self.is_open = False
 
     def begin(self, params: Iterable[nn.Parameter]) -> None:
-        """Let the hooks on ``params`` wait; a step that adds to their gradients begins."""
-        hooked = [param for param in params if param._post_accumulate_grad_hooks]
-        if len(hooked) != len(self._hooked):
-            self._deferred = DeferredHooks(("", param) for param in hooked)
-        self._hooked = hooked
-        self._deferred.defer()
+        """Let the hooks on ``params`` wait for ``end``; a step that adds to gradients begins."""
+        self.is_open = True
+        for param in params:
+            hooks = param._post_accumulate_grad_hooks
+            for key, hook in hooks.items() if hooks else ():
+                if isinstance(hook, _Waiting):
+                    hook.hook = self._waiting(hook.hook)
+                elif not hasattr(hook, "is_of_wrapper"):
+                    hooks[key] = self._waiting(hook)
 
-    def end(self) -> None:
-        """Call the hooks of parameters that have a gradient: it is complete."""
-        self._deferred.run(param for param in self._hooked if param.grad is not None)
+    def _waiting(self, hook: _Hook) -> _WaitingForStep:
+        # Another pipeline may have had the stage before.
+        own = hook.hook if isinstance(hook, _WaitingForStep) else hook
+        return _WaitingForStep(own, self._find_self)
+
+    def add(self, param: nn.Parameter) -> None:
+        """Have the hooks of a parameter called at the end: its gradient has arrived."""
+        self._arrived.add(param)
+
+    def end(self, params: Iterable[nn.Parameter]) -> None:
+        """Call the hooks of those of ``params`` whose gradients have arrived: they are complete."""
+        arrived, self._arrived, self.is_open = self._arrived, set(), False
+        with torch.no_grad():  # as in a backward
+            for param in params if arrived else ():
+                if param in arrived and param.grad is not None:
+                    for hook in _that_wait(param._post_accumulate_grad_hooks):
+                        hook(param)
+
+
+def wait_for_step(hooks: dict[int, Any]) -> bool:
+    """Whether autograd calls a hook that waits for the end of a step, and no wrapper does."""
+    return any(isinstance(hook, _WaitingForStep) for hook in hooks.values())
+
+
+def _that_wait(hooks: dict[int, Any] | None) -> list[_WaitingForStep]:
+    """The hooks that wait for the end of a step, also inside of those that wait for a wrapper."""
+    outer = hooks.values() if hooks else ()
+    inner = (hook.hook if isinstance(hook, _Waiting) else hook for hook in outer)
+    return [hook for hook in inner if isinstance(hook, _WaitingForStep)]
 
 
 def _hooks_of(param: nn.Parameter) -> dict[int, Any]:

@@ -241,28 +241,38 @@ class Pipeline(StagedModule):
         for shared in self._shared_parameters:
             shared.begin()
         params = self._local_params()
-        self._step_hooks.begin(self._without_wrapper(params))
+        self._step_hooks.begin(self._without_torch_wrappers(params))
         try:
             self._run(self._train_executor, batch, finalize=finalize)
         except BaseException:
             for shared in self._shared_parameters:
                 shared.forget()
             raise
-        for shared in self._shared_parameters if finalize else ():
-            shared.reduce()
+        for shared in self._shared_parameters:
+            shared.sum_over_owners()
+        is_reduced = finalize or not self._collectives.has_reductions
+        for shared in self._shared_parameters if is_reduced else ():
+            shared.average_over_replicas()
         if self._group.size > 1:
             mark_stage_gradients(params)
         if finalize:
-            self._step_hooks.end()
+            self._call_hooks(params)
         return loss_of(batch, self._last, everywhere=everywhere, call="step")
 
-    def _without_wrapper(self, params: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-        """Those of stages that no wrapper reduces, which would let hooks of users wait."""
+    def _without_torch_wrappers(self, params: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
+        """Those of stages in no wrapper of torch, whose own hooks look like those of users."""
         stages = self._stages.values()
-        if all(stage.data_parallel.is_local for stage in stages):
+        if not any(stage.data_parallel.is_torch for stage in stages):
             return params
-        local = (stage.module for stage in stages if stage.data_parallel.is_local)
-        return (param for module in local for param in module.parameters())
+        others = (stage.module for stage in stages if not stage.data_parallel.is_torch)
+        return (param for module in others for param in module.parameters())
+
+    def _call_hooks(self, params: Iterable[nn.Parameter]) -> None:
+        """Call the hooks of users on the gradients of this step and those before that wait."""
+        for shared in self._shared_parameters:
+            if shared.param.requires_grad and shared.param.grad is not None:
+                self._step_hooks.add(shared.param)  # its gradient may have come on another rank
+        self._step_hooks.end(params)
 
     def eval_step(
         self, *args: Any, target: Any = None, loss_everywhere: bool | None = None, **kwargs: Any
@@ -372,7 +382,16 @@ class Pipeline(StagedModule):
         """The norm of the gradients of all stages; the same plain scalar on all ranks.
 
         All ranks call it. ``ec.clip_grad_norm_`` calls it for a ``Pipeline``.
+
+        Raises:
+            StateError: replicas have not averaged the gradients, so each would have another norm.
         """
+        waits_for_replicas = self._collectives.has_reductions and self._collectives.num_ranks > 1
+        if waits_for_replicas and self._step_hooks.is_open:
+            raise StateError(
+                "the norm of gradients that are not complete: the last step had finalize=False, so "
+                "replicas have not averaged them; clip after the step that completes them"
+            )
         counted_here = {shared.param: shared.is_counted for shared in self._shared_parameters}
         return norm_over_stages(self.stages.values(), counted_here, self._group, norm_type)
 

@@ -75,6 +75,7 @@ class StageDataParallel:
     """What whole-stage actions and backwards do to a stage's module; nothing if it is plain.
 
     Attributes:
+        is_torch: whether a wrapper of torch is in this module.
         is_local: whether no other rank waits for gradients of this module.
     """
 
@@ -83,7 +84,8 @@ class StageDataParallel:
         self._replicated = module if isinstance(module, Replicated) else None
         self._sharded = module if isinstance(module, Shardable) else None
         self._reduces_each_microbatch = reduce_every == "microbatch"
-        self.is_local = not self.is_replicated and not any(map(is_torch_wrapper, module.modules()))
+        self.is_torch = any(map(is_torch_wrapper, module.modules()))
+        self.is_local = not self.is_replicated and not self.is_torch
 
     @property
     def is_replicated(self) -> bool:

@@ -4,28 +4,31 @@
 ::
 
                    stage 0        stage 1
-    replica 0   │  w.grad  ─sum─  w.grad  │ 1      1: over the owners, ranks of one pipeline
-    replica 1   │  w.grad  ─sum─  w.grad  │ 1      2: over the replicas of each owner
+    replica 0   │  w.grad  ─sum─  w.grad  │ 1
+    replica 1   │  w.grad  ─sum─  w.grad  │ 1
                       └ mean ┘ 2
+
+    1: over the owners, ranks of one pipeline, in each step
+    2: over the replicas of each owner, once gradients are complete
 
 If the wrappers of several stages had the parameter, each would reduce it and shard it differently,
 and two wrappers on one rank would both write its ``.grad``. So wrappers ignore it: every owner has
 it unsharded, backwards add to its ``.grad`` as in the plain model, and it is reduced here at the
-end of a step. Wrappers that replicate it, on different ranks, may also reduce it themselves; then
+end of steps. Wrappers that replicate it, on different ranks, may also reduce it themselves; then
 only step 1 happens here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import nn
 
 from echelon.comm.group import Group
 from echelon.comm.streams import device_of
-from echelon.errors import ArgumentError, UnsupportedError
+from echelon.errors import ArgumentError, ModelMismatch, UnsupportedError
 from echelon.modules.memory_overlap import NamedMemory, check_memory
 from echelon.modules.parameters import is_claimed
 from echelon.pipeline.data_parallel import Replicated, Shardable
@@ -35,10 +38,11 @@ from echelon.pipeline.data_parallel import Replicated, Shardable
 class SharedParameter:
     """The copy of a shared parameter on this rank.
 
-    Law: after ``reduce``, ``.grad`` is that of the plain model on every owner, with the same bits.
-    The ``owners`` are the ranks of this pipeline that have the parameter, None if it is only this
-    one. The ``replicas`` are the ranks of other pipelines that have the same stages; None if there
-    are none, or if a wrapper reduces over them.
+    Law: after each step, ``.grad`` is that of the plain model on every owner, with the same bits;
+    without ``finalize`` on the rows of this pipeline only. The ``owners`` are the ranks of this
+    pipeline that have the parameter, None if it is only this one. The ``replicas`` are the ranks of
+    other pipelines that have the same stages; None if there are none, or if a wrapper reduces over
+    them.
 
     Attributes:
         is_counted: whether this rank is the one that counts the parameter in a norm.
@@ -47,45 +51,60 @@ class SharedParameter:
     def __init__(self, param: nn.Parameter, owners: Group | None, replicas: Group | None) -> None:
         self.param, self._owners, self._replicas = param, owners, replicas
         self.is_counted = owners is None or owners.rank == 0
-        self._groups = [group for group in (replicas, owners) if group is not None]
-        self._reduced: torch.Tensor | None = None  # the gradient of earlier steps
-        self._is_open = False
+        self._before: torch.Tensor | None = None  # the gradient when the step began
         with torch.no_grad():
-            for group in self._groups:
-                group.broadcast(param.data, 0, label="a parameter that stages share")
+            for group in (replicas, owners):
+                if group is not None:
+                    group.broadcast(param.data, 0, label="a parameter that stages share")
 
     def begin(self) -> None:
-        """Begin a step; gradients that are reduced already must not be summed again."""
-        if self._is_open:
-            return
+        """Begin a step; a gradient that all owners have already must not be summed again."""
         # A copy: the next gradient of a replicated parameter is reduced in the memory of ``.grad``.
-        reduced = self.param.grad
-        self._reduced = None if reduced is None else reduced.clone()
-        # All owners have the same gradient. Only one of them keeps it in ``.grad``, so that the sum
-        # has it once; the user may clear or scale it there before the gradients are complete.
+        grad = self.param.grad
+        self._before = None if grad is None else grad.clone()
         if not self.is_counted:
             self.param.grad = None
-        self._is_open = True
 
-    def reduce(self) -> None:
-        """Reduce the gradients of all owners since ``begin``. All of them call it."""
-        self._reduced, self._is_open = None, False
-        grad = self.param.grad
-        is_used = device_of(self.param.device).numbers([grad is not None], torch.uint8)
-        for group in self._groups:
-            group.all_reduce(is_used, "max", label="whether a shared parameter was used")
-        if bool(is_used):
+    def sum_over_owners(self) -> None:
+        """Add up the gradients of all owners at the end of a step. All of them call it.
+
+        This does not wait until gradients are complete, because users scale, clear and add to
+        ``.grad`` between steps. All owners do that alike, and it must count once.
+        """
+        self._before = None
+        if self._owners is not None:
+            self._reduce(self._owners, "sum")
+
+    def average_over_replicas(self) -> None:
+        """Complete the gradient of one or more steps. All owners and replicas call it."""
+        if self._replicas is not None:
+            self._reduce(self._replicas, "mean")
+
+    def _reduce(self, group: Group, op: Literal["sum", "mean"]) -> None:
+        """Reduce ``.grad`` over a group, unless it is None on all of its ranks.
+
+        Raises a ModelMismatch if the parameter is frozen on some: an optimizer would train it there
+        by the gradients of the others, while freezing it in the plain model freezes it as a whole.
+        """
+        grad, is_trained = self.param.grad, self.param.requires_grad
+        flags = [grad is not None, is_trained, not is_trained]
+        found = device_of(self.param.device).numbers(flags, torch.uint8)
+        group.all_reduce(found, "max", label="whether a shared parameter was used")
+        is_used, is_trained_somewhere, is_frozen_somewhere = found.tolist()
+        if is_trained_somewhere and is_frozen_somewhere:
+            raise ModelMismatch(
+                "whether they train a parameter that stages share",
+                dict(enumerate(group.all_gather_object("trained" if is_trained else "frozen"))),
+                "Freeze and unfreeze it on every rank.",
+            )
+        if is_used:
             total = torch.zeros_like(self.param) if grad is None else grad
-            if self._owners is not None:
-                self._owners.all_reduce(total, "sum", label="gradient of a shared parameter")
-            if self._replicas is not None:
-                self._replicas.all_reduce(total, "mean", label="gradient of a shared parameter")
+            group.all_reduce(total, op, label="gradient of a shared parameter")
             self.param.grad = total
 
     def forget(self) -> None:
-        """Undo a step that failed: restore the gradient of earlier steps."""
-        if self._is_open:
-            self.param.grad, self._reduced, self._is_open = self._reduced, None, False
+        """Undo a step that failed: restore the gradient that it began with."""
+        self.param.grad, self._before = self._before, None
 
 
 def shared_parameters(

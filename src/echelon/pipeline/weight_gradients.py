@@ -26,6 +26,7 @@ from echelon.modules.autograd import (
     weight_gradient,
     will_accumulate_from,
 )
+from echelon.modules.deferred_hooks import wait_for_step
 
 # For smaller weights a call of Python costs more than the addition in place saves.
 _MIN_NUMEL = 1 << 16
@@ -115,8 +116,10 @@ class WeightGradients:
 
     def _has_hooks(self, weight: Tensor) -> bool:
         """Whether the user has a hook on its gradient, which must then go through autograd."""
-        # DDP and FSDP have such hooks too, but they get the gradients in another way.
-        has_user_hooks = self._is_local and weight._post_accumulate_grad_hooks
+        hooks = weight._post_accumulate_grad_hooks
+        # DDP and FSDP have such hooks too, but they get the gradients in another way, except those
+        # of parameters that they ignore.
+        has_user_hooks = hooks and (self._is_local or wait_for_step(hooks))
         return bool(weight._backward_hooks or has_user_hooks)
 
 
