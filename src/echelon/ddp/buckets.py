@@ -306,6 +306,15 @@ class Bucket:
         for slot in slots:
             self.params[slot].grad = self.grad_views[slot]
 
+    def put_back(self, copies: Mapping[int, Tensor]) -> None:
+        """Move the copies that ``detach_reduced`` has returned back into the buffer.
+
+        Only those that are ``.grad``: somebody may have replaced or dropped others meanwhile.
+        """
+        for i, param, view in zip(self.indices, self.params, self.grad_views, strict=True):
+            if i in copies and param.grad is copies[i]:
+                param.grad = view.copy_(copies[i])
+
     def remember_version(self) -> None:
         """Remember that the ranks have reduced the gradients as they are now."""
         self._version = self._gradients.gradients._version

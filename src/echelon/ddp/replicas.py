@@ -162,9 +162,13 @@ class ReplicaWatch:
     Args:
         named: the parameters that all ranks keep equal.
         every: after how many reductions, once there were as many; 0: never.
+
+    Attributes:
+        is_written: whether a forward of this rank wrote a parameter since all ranks were told.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, every: int) -> None:
+        self.is_written = False
         self._named = list(named)
         self._check = ReplicaCheck(
             lambda: self._named,
@@ -175,7 +179,6 @@ class ReplicaWatch:
             remedy="model.broadcast_parameters(0)",
         )
         self._versions: list[int] = []
-        self._is_written = False  # by a forward of this rank, since ranks were told
         self._answer = LateAnswer()
 
     @property
@@ -190,15 +193,10 @@ class ReplicaWatch:
     def end_forward(self) -> None:
         """Note whether the forward wrote into a parameter."""
         if [param._version for _, param in self._named] != self._versions:
-            self._is_written = True
-
-    def take_written(self) -> bool:
-        """Whether a forward of this rank wrote since this was last asked."""
-        written, self._is_written = self._is_written, False
-        return written
+            self.is_written = True
 
     def take_answer(self, answer: Tensor) -> None:
-        """Take the reduced ``take_written`` of all ranks: zero if no rank has."""
+        """Take the reduced ``is_written`` of all ranks: zero if no rank has."""
         self._answer.take(answer)
 
     def compare_if_written(self, *, at_once: bool) -> None:
