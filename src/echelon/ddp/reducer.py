@@ -345,14 +345,8 @@ class Reducer:
             bucket = self.buckets[b]
             # ``.grad`` may also come from an earlier backward under no_sync, or from the user.
             missing = [slot for slot, param in enumerate(bucket.params) if param.grad is None]
-            if self._counter.pending[b] and not missing:
-                bucket.copy_in()
-            elif self._counter.pending[b]:
-                for slot in range(len(bucket.indices)):
-                    if slot in missing:
-                        bucket.zero(slot)
-                    else:
-                        bucket.copy_gradient_in(slot)
+            if self._counter.pending[b]:
+                bucket.copy_in(missing)
             self._launch_bucket(backward, missing)
 
     def _wait(self, backward: BackwardRecord) -> UnusedIndices:
