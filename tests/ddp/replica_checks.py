@@ -34,30 +34,38 @@ def replicas_that_part_are_named_on_every_rank(world: ec.World) -> None:
 
 
 class Writing(nn.Module):
-    """Its forward writes into its parameter: the same on all ranks, or what the rank has seen."""
+    """Its forward writes into its parameter: the same on all ranks, or what the rank has seen.
 
-    def __init__(self, same: bool) -> None:
+    With ``replaces`` it gives the parameter other memory for that.
+    """
+
+    def __init__(self, same: bool, replaces: bool = False) -> None:
         super().__init__()
-        self.same = same
+        self.same, self.replaces = same, replaces
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.weight.mul_(2.0 if self.same else x.mean())
+            factor = 2.0 if self.same else x.mean()
+            if self.replaces:
+                self.weight.data = self.weight.data * factor
+            else:
+                self.weight.mul_(factor)
         return x @ self.weight
 
 
 @check
 def a_forward_that_writes_is_as_in_one_process_or_refused_before_the_step(world: ec.World) -> None:
     x = torch.full((2, 4), world.rank + 1.0)
-    ddp = ec.DDP(Writing(same=True), world.group)
-    for _ in range(2):
-        ddp(x).sum().backward()
-    assert torch.equal(ddp.weight.detach(), torch.full((4,), 4.0))
-    ddp = ec.DDP(Writing(same=False), world.group)
-    if world.size > 1:
-        with pytest.raises(ec.ModelMismatch, match="the values of parameter 'weight'"):
+    for replaces in (False, True):
+        ddp = ec.DDP(Writing(True, replaces), world.group)
+        for _ in range(2):
             ddp(x).sum().backward()
+        assert torch.equal(ddp.weight.detach(), torch.full((4,), 4.0))
+        ddp = ec.DDP(Writing(False, replaces), world.group)
+        if world.size > 1:
+            with pytest.raises(ec.ModelMismatch, match="the values of parameter 'weight'"):
+                ddp(x).sum().backward()
         with pytest.raises(ec.ArgumentError, match=r"module '0' has max_norm=0.5"):
             ec.DDP(nn.Sequential(nn.Embedding(4, 2, max_norm=0.5)), world.group)
 

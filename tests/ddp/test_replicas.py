@@ -128,6 +128,10 @@ def test_a_written_a_replaced_and_a_removed_buffer_are_changes():
     module.running_var = torch.zeros(2)
     assert buffers.changed()
     buffers.remember()
+    module.running_var.data = torch.ones(2)  # the same tensor, with other memory
+    assert buffers.changed()
+    buffers.remember()
+    assert not buffers.changed()
     module.running_var = None
     assert buffers.changed()
 

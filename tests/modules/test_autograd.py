@@ -33,6 +33,20 @@ def test_a_token_lives_as_long_as_its_backward_also_if_that_fails() -> None:
     assert not autograd.in_backward()
 
 
+def test_the_death_of_a_token_is_told_before_the_exception_arrives() -> None:
+    tokens, told = [], []
+    x = torch.ones(1, requires_grad=True)
+    (y := x * 2).register_hook(lambda grad: tokens.append(autograd.queue_end(None, told.append)))
+    x.register_hook(lambda grad: 1 / 0)
+    try:
+        y.sum().backward()
+    except ZeroDivisionError:
+        assert told == tokens
+    with pytest.raises(KeyError), autograd.token_of_body(told.append) as token:
+        raise KeyError
+    assert told == [*tokens, token]
+
+
 def test_it_is_known_which_parameters_a_backward_adds_to() -> None:
     layer, seen = nn.Linear(1, 1), []
     output = layer(torch.ones(1, 1))

@@ -299,6 +299,24 @@ def test_equal_optimizers_are_tried_once_and_others_each() -> None:
         assert steps(torch.tensor(True))[0] > 0
 
 
+class CountedLBFGS(torch.optim.LBFGS):
+    """Counts its steps, of which each looks at a long history."""
+
+    steps = 0
+
+    def step(self, closure: Any) -> Any:
+        CountedLBFGS.steps += 1
+        return super().step(closure)
+
+
+def test_what_looks_at_all_parameters_is_found_in_a_few_steps_and_once() -> None:
+    for steps in (range(1, 60), range(1)):
+        before = CountedLBFGS.steps
+        optimizer = CountedLBFGS(model().parameters(), max_iter=4, tolerance_change=0.0)
+        assert str(why_parts_differ(optimizer, Cut.ROWS)).startswith("all parameters")
+        assert CountedLBFGS.steps - before in steps
+
+
 def test_a_trial_runs_no_hook_and_no_scheduler() -> None:
     calls: list[str] = []
     optimizer = Written(model().parameters(), momentum)

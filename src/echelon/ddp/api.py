@@ -62,6 +62,8 @@ class DDP(ReplicatedModule):
     - Hooks of ``param.register_post_accumulate_grad_hook`` run when ``.grad`` is reduced, after the
       last bucket, in one order on all ranks; an optimizer may step there. So under ``no_sync`` and
       with ``sync="manual"`` they run in ``sync_gradients`` alone.
+    - After a backward that raised and was caught, on all ranks, ``.grad`` is what it was before; to
+      local gradients of ``no_sync`` autograd may have added some, as in one process.
     - ``torch.autograd.grad`` returns local gradients, also with ``create_graph=True``, so a penalty
       on them can be part of a loss. Like derivatives of ``torch.func``, it does not communicate.
     - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain

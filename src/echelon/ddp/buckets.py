@@ -13,7 +13,7 @@ to its window when that is free again. Gradients that were not dropped are added
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -209,6 +209,7 @@ class Bucket:
     def leave_to_holders(self) -> None:
         """Write the next gradients elsewhere if somebody keeps earlier ones; see the note."""
         before, home = self._gradients, self._home
+        before.bring_back(map(_grad, self.params))
         is_ours = list(map(is_, map(_grad, self.params), before.views))
         if all(is_ours):
             return  # they are added to in place
@@ -234,28 +235,31 @@ class Bucket:
         if memory is not self._home:
             self._emit_bytes("gradients", memory.flat.nbytes)
 
-    def copy_in(self) -> None:
-        """Move all gradients into the buffer; each ``.grad`` becomes its view."""
+    def copy_in(self, missing: Collection[int] = ()) -> None:
+        """Move all gradients into the buffer; each ``.grad`` becomes its view.
+
+        Slots that are ``missing`` contribute zeros, and their ``.grad`` stays as it is.
+        """
         # Runs over all parameters in each backward: one fused copy, and loops that stay in C.
         grads = list(map(_grad, self.params))
-        if self.casts or not any(map(is_, grads, self.grad_views)):
+        if has_views := any(map(is_, grads, self.grad_views)):
+            self._gradients.bring_back(grads)  # a hook may have replaced the memory of one
+        if not missing and (self.casts or not has_views):
             self._copy(self._wire_views, grads)
             deque(map(setattr, self.params, repeat("grad"), self.grad_views), maxlen=0)
         else:
             for slot in range(len(self.indices)):
-                self.copy_gradient_in(slot)
+                if slot in missing:
+                    self._wire_views[slot].zero_()
+                else:
+                    self._copy_gradient_in(slot)
 
-    def copy_gradient_in(self, slot: int) -> None:
-        """Move one gradient into the buffer; its ``.grad`` becomes the view."""
+    def _copy_gradient_in(self, slot: int) -> None:
         param, view = self.params[slot], self.grad_views[slot]
         grad = param.grad
         if grad is not view or self.casts:
             self._copy([self._wire_views[slot]], [grad])
             param.grad = view
-
-    def zero(self, slot: int) -> None:
-        """Contribute zeros for one gradient; its ``.grad`` stays as it is."""
-        self._wire_views[slot].zero_()
 
     def set_flags(self, missing: Sequence[int]) -> None:
         """Write the flags: 1 for all slots but those that are missing."""
@@ -305,6 +309,15 @@ class Bucket:
             torch._foreach_add_(views, [copies[self.indices[slot]] for slot in slots])
         for slot in slots:
             self.params[slot].grad = self.grad_views[slot]
+
+    def put_back(self, copies: Mapping[int, Tensor]) -> None:
+        """Move the copies that ``detach_reduced`` has returned back into the buffer.
+
+        Only those that are ``.grad``: somebody may have replaced or dropped others meanwhile.
+        """
+        for i, param, view in zip(self.indices, self.params, self.grad_views, strict=True):
+            if i in copies and param.grad is copies[i]:
+                param.grad = view.copy_(copies[i])
 
     def remember_version(self) -> None:
         """Remember that the ranks have reduced the gradients as they are now."""

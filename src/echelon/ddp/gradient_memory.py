@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.modules.held_memory import count_references
@@ -27,12 +28,35 @@ class GradientMemory:
     ) -> None:
         self.flat, self.gradients = flat, flat[:numel]
         self.views = _views(self.gradients, starts, params)
+        self._addresses = list(map(Tensor.data_ptr, self.views))
+        self._starts, self._params = starts, params
         self.flags, self.notices = flat[numel:][: len(params)], flat[numel:][len(params) :]
         self._held_by_us = count_references(flat, self.views)
 
     def is_held(self) -> bool:
         """Whether somebody holds a gradient, or a view of one. No ``.grad`` may be one of them."""
         return count_references(self.flat, self.views) != self._held_by_us
+
+    @torch.no_grad()
+    def bring_back(self, grads: Iterable[Tensor | None]) -> None:
+        """Bring views back here of which somebody has replaced the memory (``grad.data = tensor``).
+
+        Those that are one of ``grads``, which are ``.grad`` of the parameters, keep the values that
+        they were given. Others are left to whoever has them, and new views take their places.
+        """
+        # Runs once or twice in each backward: a loop that stays in C. Other strides need no test:
+        # what is written through a view is read through it.
+        addresses = list(map(Tensor.data_ptr, self.views))
+        if addresses == self._addresses:
+            return
+        fresh = _views(self.gradients, self._starts, self._params)
+        for slot, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
+            if addresses[slot] == self._addresses[slot]:
+                continue
+            if grad is view:
+                view.data = fresh[slot].copy_(view)
+            else:
+                self.views[slot] = fresh[slot]
 
 
 def _views(flat: Tensor, starts: Sequence[int], params: Sequence[nn.Parameter]) -> list[Tensor]:

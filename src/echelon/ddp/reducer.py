@@ -10,14 +10,24 @@ callback for its end in the same graph task; with reentrant checkpointing that i
       _launch_bucket       start the all-reduce of the buffer, beside the rest of backward
     _finalize_backward     launch the other buckets, wait for all, divide, run hooks of users
 
-What belongs to one backward is in a ``BackwardRecord``, so an aborted one leaves nothing behind.
+[Note: aborted backwards]
+A backward that raises may be caught on all ranks, which then go on. When its token dies,
+``.grad`` becomes again what it was, None or a reduced gradient, so that an optimizer may step
+at once and all ranks do the same. Its reductions may still be under way, and other ranks may have
+failed before, so nothing waits there: the next thing that a user asks for does. Local gradients
+have what autograd added, as in one process.
+
+What belongs to one backward is in a ``BackwardRecord``, so an aborted one leaves nothing else.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import final
 
 import torch
@@ -56,6 +66,7 @@ from echelon.modules.parameters import LateAnswer, TrainableParameters
 from echelon.modules.wrapper import check_may_sync
 
 _SHARES = "gradients of earlier reductions"
+_grad = attrgetter("grad")
 
 
 @final
@@ -71,6 +82,9 @@ class BackwardRecord:
         missing: for each of those buckets, the slots without a gradient on this rank.
         has_shares: whether gradients of this rank have shares of earlier reductions in them.
         reduced_before: gradients of earlier reductions, to be added, by index of the parameter.
+        none_before: the parameters that had no gradient when it began.
+        state_before: what ``.grad`` held then, if it is aborted: whether a reduced gradient, and
+            whether a local one with shares of earlier reductions in it.
     """
 
     token: Callable[[], Token | None]
@@ -80,6 +94,8 @@ class BackwardRecord:
     missing: list[Sequence[int]] = field(default_factory=list)
     has_shares: bool = False
     reduced_before: dict[int, Tensor] = field(default_factory=dict)
+    none_before: Sequence[int] = ()
+    state_before: tuple[bool, bool] = (False, False)
 
 
 @final
@@ -185,13 +201,14 @@ class Reducer:
         """
         if self._current() is not None:
             return
+        self._discard_aborted()
         self._user_hooks.defer(None if arrived is None else self._named[arrived][1])
         reduces = self._syncing and self._overlap
         if reduces and arrived is None:  # other ranks may have no backward of inputs only
             reduces = not is_of_inputs_only(self._params)
         if reduces and torch.is_grad_enabled():
             self._state.check_graph()
-        token = queue_end(self._finalize_backward if reduces else None)
+        token = queue_end(self._finalize_backward if reduces else None, self._set_back)
         if reduces:
             self._start(BackwardRecord(token, synced=True), arrived)
         else:
@@ -201,7 +218,6 @@ class Reducer:
 
     def _start(self, backward: BackwardRecord, arrived: int | None) -> None:
         """Expect one gradient of every parameter."""
-        self._discard_aborted()
         self._trainable.compare(at_once=True)
         self._replicas.compare_if_written(at_once=True)
         backward.num_contributors = self._group.size
@@ -209,11 +225,19 @@ class Reducer:
             backward.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
         else:  # a rank without batches does not step, so its parameters are other ones
             self._replicas.count_reduction()
+        if self._state.reduced:
+            self._state.check_unmixed(self.buckets, arrived)
+        # A gradient that has arrived on top of a reduced one is a local one, with its share in it.
+        is_mixed = self._state.reduced and arrived is not None
+        reduced, has_shares = self._state.reduced, self._state.has_shares
+        backward.state_before = reduced and not is_mixed, has_shares or is_mixed
+        is_none = map(is_, map(_grad, self._params), repeat(None))
+        backward.none_before = list(compress(range(len(self._params)), is_none))
+        self._backward = backward
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.leave_to_holders()
             if self._state.reduced:
-                self._state.check_unmixed(self.buckets, arrived)
                 local = None if arrived is None else self._named[arrived][1]
                 for bucket in self.buckets:
                     backward.reduced_before.update(bucket.detach_reduced(local))
@@ -221,7 +245,6 @@ class Reducer:
         backward.has_shares, self._state.has_shares = self._state.has_shares, False
         self._state.reduced = False
         self._counter.expect([len(bucket.indices) for bucket in self.buckets])
-        self._backward = backward
         if events.listening():
             events.emit("ddp.backward", rank=self._world_rank, phase="begin")
 
@@ -264,7 +287,7 @@ class Reducer:
         bucket.set_flags(missing)
         if bucket is self.buckets[-1]:
             bucket.notices[TRAINABLE_CHANGED] = self._trainable.changed()
-            bucket.notices[PARAMETERS_WRITTEN] = self._replicas.take_written()
+            bucket.notices[PARAMETERS_WRITTEN] = self._replicas.is_written
             bucket.notices[HAS_SHARES] = backward.has_shares
             bucket.notices[SET_ASIDE] = bool(backward.reduced_before)
         self._all_reduce_bucket(backward, missing)
@@ -297,6 +320,7 @@ class Reducer:
             self._launch_remaining(backward)
             self._counter.expect_none()
             self.unused = self._wait(backward)
+            self._replicas.is_written = False  # unless aborted before, all ranks know of it
             self._complete_shares(backward)
             if backward.reduced_before:
                 for bucket in self.buckets:
@@ -321,21 +345,15 @@ class Reducer:
             bucket = self.buckets[b]
             # ``.grad`` may also come from an earlier backward under no_sync, or from the user.
             missing = [slot for slot, param in enumerate(bucket.params) if param.grad is None]
-            if self._counter.pending[b] and not missing:
-                bucket.copy_in()
-            elif self._counter.pending[b]:
-                for slot in range(len(bucket.indices)):
-                    if slot in missing:
-                        bucket.zero(slot)
-                    else:
-                        bucket.copy_gradient_in(slot)
+            if self._counter.pending[b]:
+                bucket.copy_in(missing)
             self._launch_bucket(backward, missing)
 
     def _wait(self, backward: BackwardRecord) -> UnusedIndices:
         """Wait for every bucket, finish its gradients, and return the unused parameters."""
         here: list[int] = []
         everywhere: list[int] = []
-        divisor = 1.0 if self._op == "mean" else self._options.divisor(backward.num_contributors)
+        divisor = self._divisor_of(backward)
         launched = zip(self.buckets, backward.works, backward.missing, strict=True)
         for bucket, work, missing in launched:
             if work is not None:
@@ -352,6 +370,10 @@ class Reducer:
         if self._replicas.is_on and self.rounds is None:
             self._replicas.take_answer(notices[PARAMETERS_WRITTEN].view(1))
         return UnusedIndices(sorted(here), sorted(everywhere))
+
+    def _divisor_of(self, backward: BackwardRecord) -> float:
+        """What the sums are divided by that its all-reduces make."""
+        return 1.0 if self._op == "mean" else self._options.divisor(backward.num_contributors)
 
     def _complete_shares(self, backward: BackwardRecord) -> None:
         """Add what shares of an earlier reduction lack, where not all ranks have reduced theirs.
@@ -406,18 +428,21 @@ class Reducer:
     def reduce_now(self, *, may_be_none: bool) -> None:
         """Reduce what ``.grad`` holds now; ``may_be_none`` as in ``DDP.sync_gradients``."""
         check_may_sync(in_no_sync=not self._syncing, in_backward=self._current() is not None)
+        self._discard_aborted()
         if not may_be_none:
             self._state.check_sync(self.buckets)
         if any(p.grad is not None and p.grad.requires_grad for _, p in self._named):
             raise graph_is_lost()
         self._user_hooks.defer()
         self._make_local(None)
-        with token_of_body() as token:
+        with token_of_body(self._set_back) as token:
             self._start(BackwardRecord(token, synced=True), None)
             self._finalize_backward()
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a local gradient to ``.grad``, whatever that holds."""
+        if not self.is_in_backward:
+            self._discard_aborted()
         self._make_local(None)
         add_gradient(param, gradient)
 
@@ -454,10 +479,35 @@ class Reducer:
             return None
         return self._backward
 
+    def _set_back(self, token: weakref.ref[Token]) -> None:
+        """Set ``.grad`` back to what it was before an aborted backward, whose token has died."""
+        aborted = self._backward
+        if aborted is None or aborted.token is not token or not aborted.synced:
+            return
+        self._counter.expect_none()
+        for i in aborted.none_before:
+            self._params[i].grad = None
+        for i, grad in aborted.reduced_before.items():
+            self._params[i].grad = grad
+
     def _discard_aborted(self) -> None:
-        """Wait for the all-reduces of an aborted backward, so that its buffers can be reused."""
+        """Finish the all-reduces of an aborted backward, and know again what ``.grad`` holds."""
         aborted, self._backward = self._backward, None
-        if aborted is not None:
-            for work in aborted.works:
-                if work is not None:
-                    work.wait()
+        if aborted is None or not aborted.synced:
+            return
+        with torch.no_grad():
+            self._finish_aborted(aborted)
+
+    def _finish_aborted(self, aborted: BackwardRecord) -> None:
+        launched = self.buckets[: len(aborted.works)]
+        divisor = self._divisor_of(aborted)
+        for bucket, work in zip(launched, aborted.works, strict=True):
+            if work is not None:
+                work.wait()
+            bucket.finalize(divisor, ())
+        for bucket in self.buckets:
+            bucket.put_back(aborted.reduced_before)
+        self._state.reduced, self._state.has_shares = aborted.state_before
+        if not self._state.reduced and self._state.factor != 1:
+            for bucket in launched:  # local gradients that have left with it are reduced ones now
+                bucket.scale(self._state.factor)

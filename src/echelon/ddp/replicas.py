@@ -14,6 +14,7 @@ bucket makes all ranks compare at once then; otherwise ``replica_check`` says wh
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -29,6 +30,7 @@ from echelon.ranges import Placement, pack
 from echelon.state.sharded_state import ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, whole
 
+_version = attrgetter("_version")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
@@ -46,7 +48,7 @@ class TrackedBuffers:
             for name, buffer in submodule._buffers.items()
             if buffer is not None
         ]
-        self._known: list[tuple[Tensor, int]] = []
+        self._known: list[tuple[Tensor, int, int]] = []
         self.remember()
 
     def __len__(self) -> int:
@@ -65,16 +67,22 @@ class TrackedBuffers:
         return [tensor for _, tensor in self.named()]
 
     def changed(self) -> bool:
-        """Whether a buffer was replaced or written since ``remember``."""
+        """Whether a buffer, or its memory, was replaced or written since ``remember``."""
         now = self.tensors()
         return len(now) != len(self._known) or any(
-            tensor is not known or tensor._version != version
-            for tensor, (known, version) in zip(now, self._known, strict=True)
+            tensor is not known or tensor._version != version or _address(tensor) != address
+            for tensor, (known, version, address) in zip(now, self._known, strict=True)
         )
 
     def remember(self) -> None:
         """Remember the present versions as those that the ranks agree on."""
-        self._known = [(tensor, tensor._version) for tensor in self.tensors()]
+        self._known = [(tensor, tensor._version, _address(tensor)) for tensor in self.tensors()]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its elements lie, which ``tensor.data = other`` changes; 0 if it does not tell."""
+    tells = type(tensor) is Tensor and tensor.layout is torch.strided
+    return tensor.data_ptr() if tells else 0
 
 
 @torch.no_grad()
@@ -162,9 +170,13 @@ class ReplicaWatch:
     Args:
         named: the parameters that all ranks keep equal.
         every: after how many reductions, once there were as many; 0: never.
+
+    Attributes:
+        is_written: whether a forward of this rank wrote a parameter since all ranks were told.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, every: int) -> None:
+        self.is_written = False
         self._named = list(named)
         self._check = ReplicaCheck(
             lambda: self._named,
@@ -174,8 +186,9 @@ class ReplicaWatch:
             every=every,
             remedy="model.broadcast_parameters(0)",
         )
-        self._versions: list[int] = []
-        self._is_written = False  # by a forward of this rank, since ranks were told
+        self._params = [param for _, param in named]
+        self._placed = [p for p in self._params if type(p) is nn.Parameter]
+        self._versions: tuple[list[int], list[int]] = [], []
         self._answer = LateAnswer()
 
     @property
@@ -185,20 +198,19 @@ class ReplicaWatch:
 
     def begin_forward(self) -> None:
         """Remember how often parameters were written."""
-        self._versions = [param._version for _, param in self._named]
+        self._versions = self._versions_now()
 
     def end_forward(self) -> None:
-        """Note whether the forward wrote into a parameter."""
-        if [param._version for _, param in self._named] != self._versions:
-            self._is_written = True
+        """Note whether the forward wrote into a parameter, or replaced its memory."""
+        if self._versions_now() != self._versions:
+            self.is_written = True
 
-    def take_written(self) -> bool:
-        """Whether a forward of this rank wrote since this was last asked."""
-        written, self._is_written = self._is_written, False
-        return written
+    def _versions_now(self) -> tuple[list[int], list[int]]:
+        # Twice in each forward, over all parameters: loops that stay in C.
+        return list(map(_version, self._params)), list(map(Tensor.data_ptr, self._placed))
 
     def take_answer(self, answer: Tensor) -> None:
-        """Take the reduced ``take_written`` of all ranks: zero if no rank has."""
+        """Take the reduced ``is_written`` of all ranks: zero if no rank has."""
         self._answer.take(answer)
 
     def compare_if_written(self, *, at_once: bool) -> None:

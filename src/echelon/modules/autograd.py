@@ -32,8 +32,12 @@ class Token:
 
 
 @contextmanager
-def token_of_body() -> Iterator[Callable[[], Token | None]]:
+def token_of_body(
+    died: Callable[[weakref.ref[Token]], None] | None = None,
+) -> Iterator[weakref.ref[Token]]:
     """A weak reference to a token that dies with the body, also where the body raises.
+
+    ``died`` is called with it then, as long as somebody has it.
 
     Example:
         >>> with token_of_body() as token:
@@ -44,16 +48,19 @@ def token_of_body() -> Iterator[Callable[[], Token | None]]:
     """
     tokens = [Token()]
     try:
-        yield weakref.ref(tokens[0])
+        yield weakref.ref(tokens[0], died)
     finally:
         tokens.clear()  # the traceback of an exception keeps this frame
 
 
-def queue_end(end: Callable[[], None] | None) -> Callable[[], Token | None]:
+def queue_end(
+    end: Callable[[], None] | None, died: Callable[[weakref.ref[Token]], None] | None = None
+) -> weakref.ref[Token]:
     """Have the engine call ``end`` when the backward that runs now is complete.
 
     Returns a weak reference to a token that dies with this backward. No other frame holds the
-    token, so the traceback of an exception does not keep it alive.
+    token, so the traceback of an exception does not keep it alive. ``died`` is called with that
+    reference, as long as somebody has it, before an exception reaches who called ``backward``.
     """
     token = Token()
 
@@ -62,7 +69,7 @@ def queue_end(end: Callable[[], None] | None) -> Callable[[], Token | None]:
             end()
 
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-    return weakref.ref(token)
+    return weakref.ref(token, died)
 
 
 def in_backward() -> bool:

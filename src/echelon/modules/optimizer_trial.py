@@ -12,10 +12,12 @@ itself, or as far as the cut is concerned; then it may train shards. Otherwise i
 whole tensors, their columns, dot products over all parameters, the loss or random numbers, and
 would train another model.
 
-It is tried twice: for many steps on tiny tensors, where nothing is slow or large, then on tensors
-as large as the thresholds of optimizers ask for. Some factor a moment from 128 rows on, some
-quantise from 4,096 elements on, some look at the whole every tenth step. Gradients and values of
-the parts differ by orders of magnitude, so that what is combined differs, too.
+It is tried for a few steps, which find what looks at all parameters; much of that keeps long
+histories. All others are tried twice: for many steps on tiny tensors, where nothing is slow or
+large, then on tensors as large as the thresholds of optimizers ask for. Some factor a moment from
+128 rows on, some quantise from 4,096 elements on, some look at the whole every tenth step.
+Gradients and values of the parts differ by orders of magnitude, so that what is combined differs,
+too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -47,6 +49,7 @@ _TINY: _Shapes = {0: (), 1: (9,), 2: (8, 6), 3: (5, 3, 2), 4: (5, 3, 2, 2)}
 _SECOND: _Shapes = {0: (), 1: (7,), 2: (6, 4), 3: (4, 3, 2), 4: (4, 3, 2, 2)}
 # Of the trial with each size of the first stand-in.
 _STEPS = ((_TINY, 32), (_LARGE, len(_LOUDNESS)))
+_FIRST_STEPS = 4  # of a trial that finds what looks at all parameters, without a long history
 _SHARE = 0.38  # of the first part: no multiple of anything
 # Of what a tensor has moved. What takes each element by itself has the same bits, but for functions
 # whose vectorised form rounds otherwise than that of the last few elements.
@@ -67,6 +70,8 @@ _KNOWN = frozenset(
 
 # A reason that holds for whole models, too.
 LOSS = "the loss that its closure returns, which each rank has of its own samples"
+# More than this no step can look at.
+_ALL = "all parameters of the model at once"
 
 
 class Cut(Enum):
@@ -108,34 +113,37 @@ def why_parts_differ(optimizer: Optimizer, cut: Cut) -> str | None:
     """
     if type(optimizer) in _KNOWN:
         return None
-    key = _key(optimizer, cut)
-    if key in _verdicts:
-        return _verdicts[key]
-    # Hooks on all optimizers, such as those that count steps, ask whose thread they are on.
-    verdict: Future[str | None] = Future()
-
-    def decide() -> None:
-        try:
-            reasons = (_Trial(optimizer, cut, *size).reason() for size in _STEPS)
-            verdict.set_result(next((reason for reason in reasons if reason), None))
-        except Exception as error:
-            verdict.set_result(f"something that could not be tried ({_said(error)})")
-
-    run_in_background("trial of an optimizer", decide).join()
+    key, verdict = _key(optimizer, cut), Future[str | None]()
     if key is not None:
         if len(_verdicts) >= _MAX_VERDICTS:
             _verdicts.clear()
-        _verdicts[key] = verdict.result()
+        if (known := _verdicts.setdefault(key, verdict)) is not verdict:
+            return known.result()  # which another simulated rank may still be finding
+    # Hooks on all optimizers, such as those that count steps, ask whose thread they are on.
+    run_in_background(
+        "trial of an optimizer", lambda: verdict.set_result(_tried(optimizer, cut))
+    ).join()
     return verdict.result()
 
 
+def _tried(optimizer: Optimizer, cut: Cut) -> str | None:
+    try:
+        first = _Trial(optimizer, cut, _TINY, _FIRST_STEPS).reason()
+        if first is not None and first.startswith(_ALL):
+            return first
+        reasons = (_Trial(optimizer, cut, *size).reason() for size in _STEPS)
+        return next((reason for reason in reasons if reason), None)
+    except Exception as error:
+        return f"something that could not be tried ({_said(error)})"
+
+
 # By what a result depends on: simulated ranks have equal optimizers in one process.
-_verdicts: dict[Hashable, str | None] = {}
+_verdicts: dict[Hashable, Future[str | None]] = {}
 _MAX_VERDICTS = 100
 
 
 def _key(optimizer: Optimizer, cut: Cut) -> Hashable | None:
-    """What the result depends on; None if it may depend on more than numbers and texts."""
+    """What the result depends on; None if that is more than numbers, texts and its parameters."""
     skipped = ("param_groups", "state", "step", "zero_grad")
     values: list[Any] = [
         (name, value)
@@ -147,9 +155,20 @@ def _key(optimizer: Optimizer, cut: Cut) -> Hashable | None:
         values += [(name, value) for name, value in group.items() if name != "params"]
         values.append("the next group")
         params.append(tuple((param.dim(), param.device) for param in group["params"]))
+    every = (param for group in optimizer.param_groups for param in group["params"])
+    values = _by_number(values, {id(param): f"parameter {i}" for i, param in enumerate(every)})
     if optimizer.state or not _is_plain(values):
         return None
     return type(optimizer), cut, repr(values), tuple(params)
+
+
+def _by_number(value: Any, numbers: Mapping[int, str]) -> Any:
+    """``value`` with the number of each parameter in place of it, as in lists that LBFGS keeps."""
+    if isinstance(value, dict):
+        return {key: _by_number(inner, numbers) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_by_number(inner, numbers) for inner in value)
+    return numbers.get(id(value), value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -237,7 +256,7 @@ class _Trial:
         if self._is_equal(self._cut, losses=False):
             return LOSS
         if not self._is_equal(Cut.PARAMETERS, losses=False):
-            return f"all parameters of the model at once{difference}"
+            return _ALL + difference
         by_rows = self._is_equal(Cut.ROWS, losses=False)
         return ("whole rows of matrices" if by_rows else "whole tensors") + difference
 
