@@ -27,6 +27,15 @@ def _drop_locks_after_fork() -> None:
 at_fork(after_in_child=_drop_locks_after_fork)
 
 
+def remove_unused(root: Path) -> None:
+    """Remove the folder of a run if nothing was saved there, with its lock, where that can be."""
+    with suppress(OSError):
+        if os.listdir(root) == [_LOCK]:
+            with lock(root):  # while another save holds it, the folder stays
+                os.unlink(root / _LOCK)
+        os.rmdir(root)  # which only an empty folder allows
+
+
 @contextmanager
 def lock(root: Path) -> Iterator[None]:
     """Hold the lock of ``root``, so that nobody else saves into it; it ends with the process.
