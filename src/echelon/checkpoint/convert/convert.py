@@ -128,10 +128,33 @@ def step_at(path: Place, step: int | None = None) -> Place:
     if step is None and step_of(path.name) is not None and storage.is_step(path):
         return path
     known = storage.steps(path)
-    chosen = step if step is not None else max(known, default=None)
-    if chosen is None or chosen not in known:
-        raise CheckpointNotFound(f"step {chosen} is not there; committed: {known}", path)
+    if not known:
+        raise CheckpointNotFound(f"no step was committed here{_hint(path)}", path)
+    chosen = known[-1] if step is None else step
+    if chosen not in known:
+        committed = ", ".join(map(str, known))
+        raise CheckpointNotFound(f"step {chosen} is not there; committed: {committed}", path)
     return path / step_name(chosen)
+
+
+def steps_at(path: Place) -> list[Place]:
+    """The folders of all steps: ``path`` itself, or those in it.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    if step_at(path) == path:
+        return [path]
+    return [path / step_name(step) for step in storage_of(path).steps(path)]
+
+
+def _hint(run: Place) -> str:
+    """The folders below one without steps that have some."""
+    if isinstance(run, StorePath):
+        return ""
+    inside = [path for path in run.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
+    below = sorted(path.name for path in inside if files.steps(path))
+    return f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
 
 
 def convert(source: Place, target: Place, options: ConvertOptions) -> Converted:
