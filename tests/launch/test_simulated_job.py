@@ -1,4 +1,5 @@
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import echelon as ec
 from echelon.launch.program import Program
 from echelon.launch.simulated_job import run_threads
+from tests.children import environ
 
 PRELUDE = """
 import sys
@@ -208,6 +210,32 @@ if world.rank == 1:
         "rank 1 at step 0 raised KeyboardInterrupt",
         f"  at {tmp_path / 'train.py'}:9 in <module>",
     ]
+
+
+CLOSES = "sys.stdout.close(); sys.stderr.close()"
+LEAVES_OUT = "sys.stdout = sys.stderr = None"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["threads", "processes"])
+@pytest.mark.parametrize("silence", [CLOSES, LEAVES_OUT])
+def test_a_rank_that_has_silenced_itself_is_named_on_the_real_standard_error(
+    world: str, silence: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    body = "import sys, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    body += f"{silence}\nif dist.get_rank() == 1:\n    raise ValueError('boom')\ndist.barrier()\n"
+    script.write_text(body)
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "run", "-n", "2", "--world", world, str(script)],
+        capture_output=True,
+        text=True,
+        env=environ(),
+    )
+    assert done.returncode == 1
+    [_, first, *others] = done.stderr.splitlines()  # before it, what serves the group
+    assert first == "rank 1 at step 0 raised ValueError: boom"
+    assert not any("sys.excepthook" in line or "lost sys.stderr" in line for line in others)
 
 
 def test_ctrl_c_ends_the_run(

@@ -58,6 +58,13 @@ CODES = [
 ]
 
 
+@pytest.mark.parametrize("silence", ["sys.stdout.close(); sys.stderr.close()", "sys.stderr = None"])
+def test_a_process_that_has_closed_its_streams_ends_with_its_code(silence: str) -> None:
+    script = f"import sys; from echelon.process.process_end import end_now; {silence}; end_now(7)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
 @pytest.mark.parametrize(("given", "code"), CODES)
 def test_the_exit_code_is_that_of_a_process(given: object, code: int) -> None:
     assert exit_code_of(SystemExit(given)) == code

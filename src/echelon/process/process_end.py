@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from echelon.errors.message_text import message_of
+from echelon.errors.message_text import is_open, message_of
 from echelon.process.background_threads import run_in_background
 
 EXIT_RESUMABLE: Final = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
@@ -55,8 +55,8 @@ def end_now(code: int, *, flush_s: float | None = None) -> NoReturn:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(is_open, (sys.stdout, sys.stderr)):
+        stream.flush()
 
 
 def failing_process(handler: Callable[[], None]) -> Callable[[], None]:
