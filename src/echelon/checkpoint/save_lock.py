@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from echelon.checkpoint.files import NOFOLLOW
-from echelon.process.atomic_files import naming
+from echelon.process.atomic_files import naming, remove_empty_folder, remove_file
 from echelon.process.file_lock import lock_file, unlock_file
 from echelon.process.operating_system import at_fork
 
@@ -32,8 +32,8 @@ def remove_unused(root: Path) -> None:
     with suppress(OSError):
         if os.listdir(root) == [_LOCK]:
             with lock(root):  # while another save holds it, the folder stays
-                os.unlink(root / _LOCK)
-        os.rmdir(root)  # which only an empty folder allows
+                remove_file(root / _LOCK)
+        remove_empty_folder(root)
 
 
 @contextmanager

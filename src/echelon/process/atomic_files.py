@@ -321,6 +321,15 @@ def remove_folder(path: Path) -> None:
     _remove_tree(aside)
 
 
+def remove_empty_folder(path: Path) -> None:
+    """Remove a folder that has nothing in it.
+
+    Raises:
+        OSError: it has, or cannot be removed.
+    """
+    os.rmdir(path)
+
+
 def remove_file(path: Path) -> None:
     """Remove a file of ours, or a link in its place, if it is there."""
     with suppress(FileNotFoundError):
