@@ -42,6 +42,20 @@ def test_a_job_may_leave_its_group_and_make_it_again(kind: str) -> None:
     assert ec.run(comes_again, 2, kind) == [[1, 3, 5]] * 2
 
 
+def sleeps_after_a_new_group(world: ec.World) -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
+    if world.rank == 1:
+        time.sleep(1)
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.slow
+def test_the_last_call_of_a_late_rank_is_the_one_that_its_line_has() -> None:
+    with pytest.raises(ec.CommTimeout, match=r"its last call: new_group \[0, 1\]"):
+        ec.run(sleeps_after_a_new_group, 2)
+
+
 def stays_away(world: ec.World) -> None:
     if world.rank == 2:
         return

@@ -90,40 +90,71 @@ def add_file(step: Path) -> None:
     (step / "mine.txt").write_text("mine")
 
 
-FOREIGN = [
-    replace_by(lambda step: step.symlink_to(step.with_name("aside"))),
-    replace_by(lambda step: step.symlink_to("nowhere")),
-    replace_by(lambda step: step.write_text("a file")),
-    replace_by(os.mkfifo),
-    add_file,
-]
+def make_folder_of_user(step: Path) -> None:
+    step.mkdir()
+    (step / "thesis.tex").write_text("mine")
+    (step / "figures").mkdir()
+
+
+def make_folder_in_place_of_a_file(step: Path) -> None:
+    (step / "rank-00000.safetensors").unlink()
+    (step / "rank-00000.safetensors").mkdir()
+
+
+_NO_FOLDER = "is no folder, so no save has written it, and it is not replaced: move it away"
+_NO_SAVE = "has files that no save has written, so it is not replaced: move away "
+FOREIGN = {
+    "link": (replace_by(lambda step: step.symlink_to(step.with_name("aside"))), _NO_FOLDER),
+    "broken link": (replace_by(lambda step: step.symlink_to("nowhere")), _NO_FOLDER),
+    "file": (replace_by(lambda step: step.write_text("a file")), _NO_FOLDER),
+    "pipe": (replace_by(os.mkfifo), _NO_FOLDER),
+    "a file more": (add_file, f"{_NO_SAVE}mine.txt, or save under another step"),
+    "a folder of the user": (
+        replace_by(make_folder_of_user),
+        f"{_NO_SAVE}figures, thesis.tex, or save under another step",
+    ),
+    "a folder in place of a file": (
+        make_folder_in_place_of_a_file,
+        f"{_NO_SAVE}rank-00000.safetensors, or",
+    ),
+}
 
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        flip,
-        empty,
-        *FOREIGN,
-    ],
-    ids=["flipped", "empty", "link", "broken link", "file", "pipe", "a file more"],
+    [flip, empty],
+    ids=["flipped", "empty"],
 )
-def test_a_step_that_is_damaged_is_replaced_and_what_we_have_not_written_only_on_request(
+def test_a_step_that_is_damaged_is_replaced(
     damage: Callable[[Path], object], tmp_path: Path
 ) -> None:
     model = nn.Linear(2, 2)
     ec.save(tmp_path, step=2, model=nn.Linear(2, 2))
     damage(tmp_path / "step-000000002")
-    if damage in FOREIGN:
-        with pytest.raises(CheckpointError, match="no save has written, so it is not replaced"):
-            ec.save(tmp_path, step=2, model=model)
-    ec.save(tmp_path, step=2, model=model, overwrite=damage in FOREIGN)
+    ec.save(tmp_path, step=2, model=model)
     found = nn.Linear(2, 2)
     ec.load(tmp_path, model=found)
     assert torch.equal(found.weight, model.weight)
     ec.save(tmp_path, step=3, model=model)
-    names = {path.name for path in tmp_path.iterdir()} - {"aside"}
+    names = {path.name for path in tmp_path.iterdir()}
     assert names == {".lock", "step-000000002", "step-000000003"}
+
+
+@pytest.mark.parametrize(("make", "named"), FOREIGN.values(), ids=FOREIGN)
+def test_what_no_save_has_written_is_not_replaced_though_the_user_says_overwrite(
+    make: Callable[[Path], object], named: str, tmp_path: Path
+) -> None:
+    step = ec.save(tmp_path, step=2, model=nn.Linear(2, 2))
+    assert isinstance(step, Path)
+    make(step)
+    before = {path: path.lstat().st_ino for path in tmp_path.rglob("*")}
+    for save in SAVES.values():
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointError, match=named) as info:
+                save(tmp_path, step=2, model=nn.Linear(2, 2), overwrite=overwrite)
+            assert str(step) in str(info.value)
+            assert "overwrite=True" not in str(info.value)
+    assert {path: path.lstat().st_ino for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
@@ -135,7 +166,8 @@ def test_an_overwritten_step_is_the_newest_and_what_nobody_saved_stays(
     (tmp_path / ".saving-notes").mkdir()
     mine = tmp_path / "step-000000004" / "mine.txt"
     mine.write_text("mine")
-    with pytest.raises(CheckpointError, match="comes after step 2, which is to be overwritten"):
+    words = "comes after step 2, which is to be overwritten, .* move away mine.txt"
+    with pytest.raises(CheckpointError, match=words):
         save(tmp_path, step=2, value=20, overwrite=True)
     mine.unlink()
     save(tmp_path, step=2, value=20, overwrite=True)

@@ -36,6 +36,26 @@ def test_a_run_is_converted_to_a_folder_whose_name_has_a_number_after_a_dot(tmp_
     assert CliRunner().invoke(app, arguments).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["ls", "verify", "diff"])
+def test_a_folder_without_steps_gets_a_sentence_with_where_some_are(
+    command: str, tmp_path: Path
+) -> None:
+    folders = [tmp_path] * (2 if command == "diff" else 1)
+    code, text = invoke(command, *folders)
+    assert code == 2
+    assert text.splitlines()[0] == f"echelon checkpoint: {tmp_path}: no step was committed here"
+    ec.save(tmp_path / "run", step=1, value=1)
+    _, text = invoke(command, *folders)
+    assert "no step was committed here; there are steps in 'run' below it" in text
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    for step in (3, 20):
+        ec.save(tmp_path / "run", step=step, value=1)
+    _, text = invoke("convert", tmp_path / "run", tmp_path / "x.pt", "--step", 4)
+    assert "step 4 is not there; committed: 3, 20" in text
+
+
 def test_a_difference_beside_tensors_is_named_with_its_values(tmp_path: Path) -> None:
     for name, rates in (("a", [1, 2.5]), ("b", [1, 2.0])):
         ec.save(tmp_path / name, model=nn.Linear(2, 2), step=1, notes={"rates": rates, "n": 1})

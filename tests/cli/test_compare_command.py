@@ -94,6 +94,41 @@ def test_a_script_that_cannot_be_compared_gets_a_sentence(
     assert sentence in output.replace("│", "").replace("\n", " ")
 
 
+BROKEN_TRAIN = """
+def train(world, model, batches, optimizer):
+    if world.rank == 1:
+        raise KeyError("in train")
+    world.group.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("x = = 3", ["    x = = 3", "        ^", "SyntaxError: invalid syntax"]),
+        ("raise ValueError('boom')", ["    raise ValueError('boom')", "ValueError: boom"]),
+        (SCRIPT + BROKEN_TRAIN, ["KeyError: 'in train'", "raised on rank 1 of 2"]),
+    ],
+)
+def test_what_a_script_raises_is_shown_with_the_frames_of_its_user_only(
+    tmp_path: Path, text: str, last: list[str]
+) -> None:
+    code, output = call(tmp_path, text)
+    lines = output.splitlines()
+    assert (code, lines[-len(last) :]) == (1, last)
+    files = [line.split('"')[1] for line in lines if line.startswith("  File ")]
+    assert files == [str(tmp_path / "compared.py")]
+
+
+@pytest.mark.parametrize("page", ["a file/page.html", "nowhere/page.html", "."])
+def test_a_page_that_cannot_be_written_gets_a_sentence(tmp_path: Path, page: str) -> None:
+    (tmp_path / "a file").touch()
+    text = SCRIPT + TRAIN.replace("OPERATION", "'mean'")
+    code, output = call(tmp_path, text, "--steps", 1, "--html", tmp_path / page)
+    assert code == 2
+    assert "which cannot be written" in output.replace("│", "").replace("\n", " ")
+
+
 def test_the_example_is_the_same() -> None:
     script = Path(__file__).parents[2] / "examples" / "compare_mlp.py"
     result = CliRunner().invoke(app, ["compare", str(script), "--ranks", "4"])

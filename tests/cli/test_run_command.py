@@ -68,6 +68,9 @@ def test_help_needs_no_torch_and_little_time() -> None:
         ([*THREADS, "--max-restarts", "1", "{script}"], "--max-restarts: simulated ranks"),
         ([*THREADS, "--grace", "1", "{script}"], "--grace: simulated ranks are threads"),
         (["--ranks", "2", "--step", "{script}"], "--step: it holds simulated ranks"),
+        (["--ranks", "2", "--log-dir", "{script}", "{script}"], "cannot hold the output"),
+        (["--ranks", "2", "--log-dir", "{script}/x", "{script}"], "cannot hold the output"),
+        (["--ranks", "2", "--log-dir", "/proc", "{script}"], "cannot hold the output"),
     ],
 )
 def test_a_call_that_cannot_be_carried_out_ends_with_code_2(
@@ -144,6 +147,10 @@ def test_two_runs_are_compared_where_the_user_wants(tmp_path: Path) -> None:
     code, output = call("report", first, "--output", chosen)
     assert code == 2
     assert "page of two runs" in " ".join(output.split())
+    for place in (chosen / "page.html", tmp_path / "nowhere" / "page.html", tmp_path):
+        code, output = call("report", first, second, "--output", place)
+        assert code == 2
+        assert "cannot be written" in " ".join(output.split())
 
 
 def test_a_run_is_sent_to_a_tracker_or_a_sentence_says_why_not(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Text of others is shown, not obeyed."""
 
 import ast
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,14 @@ def test_a_text_without_its_middle_has_at_most_the_length_and_keeps_its_ends(len
             start, _, end = shown.partition(" … ")
             assert text.startswith(start)
             assert text.endswith(end)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_what_is_said_comes_to_the_file_of_standard_error_though_a_program_has_closed_it(
+    is_closed: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed if is_closed else None)
+    say("rank 1 raised ValueError: boom")
+    assert capfd.readouterr() == ("", "rank 1 raised ValueError: boom\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.errors import ArgumentError
 from echelon.launch.rank_output import RunFolder, Screen, has_output
 
 ABANDONS = """
@@ -45,6 +46,14 @@ def test_a_folder_that_the_user_chose_stays_in_any_case(tmp_path: Path) -> None:
     assert run.path.parent == tmp_path / "logs"
     run.drop()
     assert run.path.exists()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "file/far/below"])
+def test_a_place_that_can_be_no_folder_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError) as info:
+        RunFolder(tmp_path / name)
+    assert str(info.value).startswith(f"{str(tmp_path / name)!r} cannot hold the output")
 
 
 def test_the_next_run_removes_what_a_killed_one_left_and_nothing_of_one_that_goes_on(

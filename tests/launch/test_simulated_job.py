@@ -1,4 +1,5 @@
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import echelon as ec
 from echelon.launch.program import Program
 from echelon.launch.simulated_job import run_threads
+from tests.children import environ
 
 PRELUDE = """
 import sys
@@ -130,6 +132,110 @@ def test_the_exit_code_of_a_script_is_kept(
 ) -> None:
     done = run(tmp_path, f"sys.exit({end})", monkeypatch, capsys)
     assert (done.code, done.errors) == (code, ["no"] if code == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "errors"),
+    [
+        ("3", 3, ["rank 1 at step 0 exited with code 3"]),
+        (
+            "'no data'",
+            1,
+            [
+                "rank 1 at step 0 exited with code 1",
+                "  its last call: barrier (#0 of group 'world')",
+                "  the end of its standard error:",
+                "  no data",
+            ],
+        ),
+        ("75", 1, ["rank 1 at step 0 exited with code 75"]),
+        ("256", 1, ["deadlock: no rank can go on"]),
+    ],
+)
+def test_an_exit_of_one_rank_that_others_wait_for_is_named_and_the_run_has_failed(
+    end: str,
+    code: int,
+    errors: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    body = f"""
+world = ec.init()
+world.group.barrier()
+if world.rank == 1:
+    sys.exit({end})
+world.group.barrier()
+print("saved")
+"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert (done.code, done.output) == (code, [])
+    shown = [line.partition(" at /")[0] for line in done.errors]
+    assert shown[: len(errors)] == errors
+
+
+def test_an_exit_with_code_0_out_of_a_world_that_others_need_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+with ec.init() as world:
+    if world.rank == 1:
+        sys.exit(0)
+    world.group.barrier()
+"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert done.code == 1
+    assert done.errors[0] == "rank 1 at step 0 exited with code 0 while others were waiting"
+
+
+def test_an_exit_of_one_rank_fails_the_run_though_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run(tmp_path, "sys.exit(4 * (ec.init().rank == 1))", monkeypatch, capsys)
+    assert (done.code, done.errors[0]) == (4, "rank 1 at step 0 exited with code 4")
+
+
+@pytest.mark.parametrize("last", ["", "world.group.barrier()\n"])
+def test_an_interrupt_that_a_script_raises_itself_is_a_failure_of_its_rank(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = f"""
+world = ec.init()
+if world.rank == 1:
+    raise KeyboardInterrupt
+{last}"""
+    done = run(tmp_path, body, monkeypatch, capsys)
+    assert done.code == 1
+    assert done.errors[:2] == [
+        "rank 1 at step 0 raised KeyboardInterrupt",
+        f"  at {tmp_path / 'train.py'}:9 in <module>",
+    ]
+
+
+CLOSES = "sys.stdout.close(); sys.stderr.close()"
+LEAVES_OUT = "sys.stdout = sys.stderr = None"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["threads", "processes"])
+@pytest.mark.parametrize("silence", [CLOSES, LEAVES_OUT])
+def test_a_rank_that_has_silenced_itself_is_named_on_the_real_standard_error(
+    world: str, silence: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    body = "import sys, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    body += f"{silence}\nif dist.get_rank() == 1:\n    raise ValueError('boom')\ndist.barrier()\n"
+    script.write_text(body)
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "run", "-n", "2", "--world", world, str(script)],
+        capture_output=True,
+        text=True,
+        env=environ(),
+    )
+    assert done.returncode == 1
+    [_, first, *others] = done.stderr.splitlines()  # before it, what serves the group
+    assert first == "rank 1 at step 0 raised ValueError: boom"
+    assert not any("sys.excepthook" in line or "lost sys.stderr" in line for line in others)
 
 
 def test_ctrl_c_ends_the_run(

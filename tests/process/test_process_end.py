@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from echelon.process.process_end import exit_code_of
+from echelon.process.process_end import exit_code_of, exit_text_of
 
 FAILS_AT_EXIT = """
 import atexit
@@ -40,15 +40,46 @@ end_now(7, flush_s=0.1)
 """
 
 
-@pytest.mark.parametrize("end", [SystemExit(), SystemExit(0), SystemExit(75), SystemExit(True)])
-def test_a_number_is_the_exit_code(end: SystemExit, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(end) == (end.code or 0)
-    assert capsys.readouterr() == ("", "")
+# As a process of Python ends with them.
+CODES = [
+    (None, 0),
+    (0, 0),
+    (75, 75),
+    (True, 1),
+    (256, 0),
+    (257, 1),
+    (-1, 255),
+    (1 << 32, 0),
+    (1 << 63, 255),
+    (-(1 << 70), 255),
+    ("no data", 1),
+    ("", 1),
+    ((3,), 1),
+]
 
 
-def test_a_text_is_printed_and_means_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(SystemExit("no data")) == 1
-    assert capsys.readouterr() == ("", "no data\n")
+@pytest.mark.parametrize("silence", ["sys.stdout.close(); sys.stderr.close()", "sys.stderr = None"])
+def test_a_process_that_has_closed_its_streams_ends_with_its_code(silence: str) -> None:
+    script = f"import sys; from echelon.process.process_end import end_now; {silence}; end_now(7)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
+@pytest.mark.parametrize(("given", "code"), CODES)
+def test_the_exit_code_is_that_of_a_process(given: object, code: int) -> None:
+    assert exit_code_of(SystemExit(given)) == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "code"), CODES)
+def test_python_ends_a_process_with_these_codes(given: object, code: int) -> None:
+    ended = subprocess.run([sys.executable, "-ISc", f"raise SystemExit({given!r})"])
+    assert ended.returncode == code
+
+
+def test_only_what_is_no_number_is_printed() -> None:
+    ends = map(SystemExit, (None, 3, True, "no data", (1, 2)))
+    assert [exit_text_of(end) for end in ends] == ["", "", "", "no data", "(1, 2)"]
 
 
 @pytest.mark.parametrize(

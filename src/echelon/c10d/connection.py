@@ -70,11 +70,9 @@ def connect(
 
     rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
     ranks = _members(options)
-    is_world = not options.global_ranks_in_group
+    is_world = _is_world(options)
     watch = begin(rank, size) if is_world else process_watch(ranks[rank], ranks[-1] + 1)
-    call = watch.call(
-        CallSignature("init_process_group") if is_world else CallSignature("new_group", shape=ranks)
-    )
+    call = watch.call(_meeting(options))
     store = _own_store(options)
     keys = {member: f"here/{member}" for member in ranks}
     store.set(keys[ranks[rank]], "here")
@@ -112,6 +110,17 @@ def of_processes(group: ShmGroup) -> Connection:
 def _members(options: c10d._DistributedBackendOptions) -> tuple[int, ...]:
     """The ranks of the group in the job."""
     return tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+
+
+def _is_world(options: c10d._DistributedBackendOptions) -> bool:
+    return not options.global_ranks_in_group
+
+
+def _meeting(options: c10d._DistributedBackendOptions) -> CallSignature:
+    """The call of the program in which the members meet."""
+    if _is_world(options):
+        return CallSignature("init_process_group")
+    return CallSignature("new_group", shape=_members(options))
 
 
 def _own_store(options: c10d._DistributedBackendOptions) -> c10d.Store:
@@ -156,7 +165,7 @@ def _connect_threads(
     if rank == 0:
         store.set("name", hub_of(world).unused_name(_name(options)))
     store.set(keys[rank], str(world.rank))
-    wait_for_members(store, [*keys, "name"], CallSignature("init_process_group"))
+    wait_for_members(store, [*keys, "name"], _meeting(options))
     group = ThreadGroup(
         world.thread_world,
         rank,

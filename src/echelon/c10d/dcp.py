@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from echelon.errors import CheckpointCorrupt, CheckpointError
-from echelon.process.atomic_files import draft_folder
+from echelon.process.atomic_files import draft_folder, naming, system_error_behind
 
 _METADATA = ".metadata"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # a disk, or what a user may have of it
 
 
 def is_dcp(path: Path) -> bool:
@@ -31,6 +33,7 @@ def read_dcp(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointCorrupt: it cannot be read.
+        OSError: there is no room beside it for a copy.
     """
     for entry in path.iterdir():
         if not (entry.is_file() or entry.is_dir()):  # a read of a pipe would wait for a writer
@@ -38,11 +41,17 @@ def read_dcp(path: Path) -> dict[str, Any]:
     with draft_folder(path) as folder:
         file = os.path.join(folder, "state.pt")
         try:
-            dcp_to_torch_save(path, file)
+            # As a file of Python, whose errors have a number; torch's own say "unexpected pos".
+            with naming(path), open(file, "xb") as copy:
+                dcp_to_torch_save(path, copy)  # type: ignore[arg-type]
         # Its own exceptions derive from BaseException; end with those of the interpreter.
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
+            cause = system_error_behind(error)
+            if cause is not None and cause.errno in _FULL:  # of the copy, which is written
+                cause.filename = str(path)
+                raise cause from None
             raise CheckpointCorrupt(f"DCP cannot read it: {error!r:.300}", path) from error
         state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
     return state
@@ -52,7 +61,8 @@ def write_dcp(state: dict[str, Any], path: Path) -> None:
     """Write a nested state dict of tensors and plain values.
 
     Raises:
-        CheckpointError: it cannot be written.
+        OSError: the system cannot write it.
+        CheckpointError: DCP cannot.
     """
     with warnings.catch_warnings():
         # It warns of what no_dist=True has asked for.
@@ -60,5 +70,10 @@ def write_dcp(state: dict[str, Any], path: Path) -> None:
         try:
             save(state, checkpoint_id=path, no_dist=True)
         except CheckpointException as error:  # which derives from BaseException
-            causes = [repr(cause) for cause, _ in error.failures.values()]
-            raise CheckpointError(f"DCP cannot write it: {'; '.join(causes)}", path) from error
+            causes = [cause for cause, _ in error.failures.values()]
+            system = next(filter(None, map(system_error_behind, causes)), None)
+            if system is not None:
+                system.filename = system.filename or str(path)
+                raise system from None
+            text = "; ".join(map(repr, causes))
+            raise CheckpointError(f"DCP cannot write it: {text}", path) from error

@@ -64,7 +64,8 @@ def save(
         optimizer: over its parameters.
         keep: how many steps to leave, this one among them; None: all.
         overwrite: whether a step of this number is replaced, at one instant. Later steps, which are
-            of the training that is left, are removed then.
+            of the training that is left, are removed then. A folder of its name with anything that
+            no save has written is refused.
         rng: whether the random generators of every rank are saved.
         group: the ranks that share the state; needed only for plain modules on several ranks.
         state: anything else by name: further models and optimizers, objects that have

@@ -164,10 +164,14 @@ def claim(root: Path, writer: str) -> None:
     sync_folder(root)
 
 
-def has_others(folder: Path) -> bool:
-    """Whether the folder of a step has anything that no save has written."""
-    names = (entry.name for entry in _entries(folder))
-    return any(name != MANIFEST and not is_file_name(name) for name in names)
+def others(folder: Path) -> list[str]:
+    """The names of what no save has written in the folder of a step; saves write ordinary files."""
+    return sorted(
+        entry.name
+        for entry in _entries(folder)
+        if not entry.is_file(follow_symlinks=False)
+        or (entry.name != MANIFEST and not is_file_name(entry.name))
+    )
 
 
 def commit(temporary: Path, root: Path, step: int, replaced: Replaced) -> Path:
@@ -253,7 +257,7 @@ def remove_run(root: Path, writer: str) -> bool:
         Whether all of it is gone.
     """
     folders = [root / step_name(step) for step in steps(root)]
-    ours = [folder for folder in folders if not has_others(folder)]
+    ours = [folder for folder in folders if not others(folder)]
     names = {entry.name for entry in _entries(root) if not _LEFT.fullmatch(entry.name)}
     if names - {_LOCK, f"{WRITTEN_BY}{writer}", *(folder.name for folder in ours)}:
         remove_steps(ours)

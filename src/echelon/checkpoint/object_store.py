@@ -73,8 +73,8 @@ class ObjectStore(StepStorage[StorePath]):
     def holds(self, target: StorePath) -> bool:
         return self.is_step(target)
 
-    def has_others(self, target: StorePath) -> bool:
-        return False  # they stay when a step is removed
+    def others(self, folder: StorePath) -> list[str]:
+        return []  # they stay when a step is removed
 
     def make_temporary(self, root: StorePath, step: int, replaced: Replaced) -> StorePath:
         folder = root / step_name(step)

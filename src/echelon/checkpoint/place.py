@@ -70,8 +70,8 @@ class Disk(StepStorage[Path]):
     def claim(self, root: Path, writer: str) -> None:
         files.claim(root, writer)
 
-    def has_others(self, target: Path) -> bool:
-        return not self.is_step(target) or files.has_others(target)
+    def others(self, folder: Path) -> list[str]:
+        return files.others(folder)
 
     def file_name(self, temporary: Path, rank: int) -> str:
         return file_name(rank)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from echelon.checkpoint.files import NOFOLLOW
-from echelon.process.atomic_files import naming
+from echelon.process.atomic_files import naming, remove_empty_folder, remove_file
 from echelon.process.file_lock import lock_file, unlock_file
 from echelon.process.operating_system import at_fork
 
@@ -25,6 +25,15 @@ def _drop_locks_after_fork() -> None:
 
 
 at_fork(after_in_child=_drop_locks_after_fork)
+
+
+def remove_unused(root: Path) -> None:
+    """Remove the folder of a run if nothing was saved there, with its lock, where that can be."""
+    with suppress(OSError):
+        if os.listdir(root) == [_LOCK]:
+            with lock(root):  # while another save holds it, the folder stays
+                remove_file(root / _LOCK)
+        remove_empty_folder(root)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import Replaced, SavedFile, step_name
 from echelon.checkpoint.saved_step import is_whole
 from echelon.checkpoint.sections import Json, Section, merge_sections
-from echelon.checkpoint.step_storage import Place
+from echelon.checkpoint.step_storage import Place, names_text
 from echelon.checkpoint.write_items import WriteItem, merge_reports, plan_writes, report_items
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
@@ -159,10 +159,16 @@ class Saving:
     def _what_is_there(self) -> Replaced:
         """What has the name of the step already, if it may be replaced."""
         target = self.target
-        if self._storage.has_others(target) and not self._options.overwrite:
+        if not self._storage.is_step(target):
             raise CheckpointError(
-                "is no step, or has files that no save has written, so it is not replaced: move it "
-                "away, or say overwrite=True",
+                "is no folder, so no save has written it, and it is not replaced: move it away, or "
+                "save under another step",
+                target,
+            )
+        if others := self._storage.others(target):
+            raise CheckpointError(
+                "has files that no save has written, so it is not replaced: move away "
+                f"{names_text(others)}, or save under another step",
                 target,
             )
         if not is_whole(target):

@@ -18,6 +18,7 @@ from echelon.checkpoint.format import PREFIX_NBYTES, SCHEMA, newer_schema
 from echelon.checkpoint.records import MANIFEST, MAX_MANIFEST_NBYTES, Replaced, step_name
 from echelon.checkpoint.store_path import StorePath
 from echelon.errors import CheckpointCorrupt, CheckpointError, CheckpointTooNew
+from echelon.errors.message_text import MAX_ROWS, fair_rows
 
 Place = Path | StorePath
 # What the writers of steps are called in sentences.
@@ -138,8 +139,8 @@ class StepStorage(ABC, Generic[PlaceType]):
         """The folder that the files of a step are written into."""
 
     @abstractmethod
-    def has_others(self, target: PlaceType) -> bool:
-        """Whether removing a step would remove what no save has written."""
+    def others(self, folder: PlaceType) -> list[str]:
+        """The names of what no save has written, and removing the folder of a step would remove."""
 
     @abstractmethod
     def file_name(self, temporary: PlaceType, rank: int) -> str:
@@ -198,10 +199,10 @@ class StepStorage(ABC, Generic[PlaceType]):
         """
         for folder in self._later(root, step):
             schema = None
-            if self.has_others(folder):
+            if others := self.others(folder):
                 raise CheckpointError(
                     f"comes after step {step}, which is to be overwritten, and has files that no "
-                    "save has written: move them away",
+                    f"save has written: move away {names_text(others)}",
                     folder,
                 )
             with suppress(CheckpointCorrupt):  # it is removed
@@ -214,7 +215,7 @@ class StepStorage(ABC, Generic[PlaceType]):
 
     def _may_go(self, folder: PlaceType) -> bool:
         """Whether a folder is a step of a schema that this version knows, and nothing else."""
-        if self.has_others(folder):
+        if self.others(folder):
             return False
         try:
             return self._newer_schema(folder) is None
@@ -253,6 +254,16 @@ class StepStorage(ABC, Generic[PlaceType]):
             data = bytearray(file.nbytes)
             file.read_into(memoryview(data), 0)
         return bytes(data)
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Names of files for a sentence, of many the first ones.
+
+    Example:
+        >>> names_text(["a.txt", "b.txt"])
+        'a.txt, b.txt'
+    """
+    return ", ".join(fair_rows([names], MAX_ROWS))
 
 
 def refuse_steps(folders: Iterable[Place]) -> None:

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from echelon.cli.checkpoint_commands import app as checkpoints_app
-from echelon.cli.output import printable_errors, refusing, say
+from echelon.cli.output import printable_errors, refusing, refusing_places, say
 from echelon.cli.plan_arguments import plan_with
 from echelon.cli.replay_options import OptionsUntilProgram, replay_with
 from echelon.cli.run_command import World, WorldKind, run_script
@@ -115,7 +115,7 @@ def _report(
         return
     if output is not None and other is None:
         raise typer.BadParameter("it is for the page of two runs", param_hint="--output")
-    with refusing(ArgumentError, hint="FOLDER"):
+    with refusing(ArgumentError, hint="FOLDER"), refusing_places():
         page = write_report(folder) if other is None else write_comparison(folder, other, output)
     say(page.resolve())
 

@@ -6,8 +6,7 @@ once.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +19,6 @@ from echelon.errors import (
     ArgumentError,
     CheckpointCorrupt,
     CheckpointError,
-    CheckpointNotFound,
     CheckpointTooNew,
 )
 
@@ -69,6 +67,7 @@ def _ls(folder: Folder) -> int:
     from rich import box
     from rich.table import Table
 
+    from echelon.checkpoint.convert.convert import steps_at
     from echelon.checkpoint.saved_step import SavedStep
     from echelon.page import bytes_text
 
@@ -76,7 +75,7 @@ def _ls(folder: Folder) -> int:
     for name in ("step", "ranks", "tensors", "size", "torch", "holds"):
         table.add_column(name, overflow="fold")
     code = 0
-    for path in _steps(_place(folder)):
+    for path in steps_at(_place(folder)):
         try:
             with SavedStep(path) as step:
                 manifest = step.manifest
@@ -100,10 +99,11 @@ def _ls(folder: Folder) -> int:
 @_told()
 def _verify(folder: Folder) -> int:
     """Compare every byte of each step with its checksum."""
+    from echelon.checkpoint.convert.convert import steps_at
     from echelon.checkpoint.saved_step import SavedStep
 
     code = 0
-    for path in _steps(_place(folder)):
+    for path in steps_at(_place(folder)):
         try:
             with SavedStep(path) as step:
                 step.verify()
@@ -202,30 +202,6 @@ def _place(text: str, *, is_folder: bool = True) -> Place:
             "'echelon checkpoint convert FILE FOLDER'."
         )
     return place
-
-
-def _steps(folder: Place) -> Iterable[Place]:
-    from echelon.checkpoint.convert.convert import step_at
-    from echelon.checkpoint.place import storage_of
-    from echelon.checkpoint.records import step_of
-
-    storage = storage_of(folder)
-    if step_of(folder.name) is not None and storage.is_step(folder):
-        return [folder]
-    committed = storage.steps(folder)
-    if not committed:
-        hint = _hint(folder) if isinstance(folder, Path) else ""
-        raise CheckpointNotFound(f"no step was committed here{hint}", folder)
-    return [step_at(folder, step) for step in committed]
-
-
-def _hint(folder: Path) -> str:
-    """The folders below one without steps that have some."""
-    from echelon.checkpoint import files
-
-    inside = [path for path in folder.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
-    below = sorted(path.name for path in inside if files.steps(path))
-    return f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
 
 
 def _console() -> Console:

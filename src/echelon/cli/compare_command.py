@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.cli.output import say
+from echelon.cli.schedule_command import write_files
+from echelon.cli.script_errors import telling_errors_of_script
 from echelon.errors import ArgumentError
 from echelon.laboratory.compare import compare
 from echelon.laboratory.comparison import Comparison
@@ -46,19 +48,22 @@ def show(
     Raises:
         ArgumentError: the script lacks a name, or a comparison is refused.
     """
-    names = _names_in(script)
-    targets: Iterator[Any] = (_plan_of(text, microbatches) for text in plans)
     results = []
-    for target in targets if plans else _targets(script, names):
-        of_target = {"units": names.get("units")} if isinstance(target, Plan) else {"ranks": ranks}
-        results.append(_compared(names, target, **of_target, **options))
-        say(results[-1])
-    if html is not None:
-        body = [section(result.what, "", result._repr_html_()) for result in results]
-        title = f"{Path(script).name} compared with one process"
-        html.write_text(page(title, "in float64", body), encoding="utf-8")
-        say(html)
+    with telling_errors_of_script():
+        names = _names_in(script)
+        targets: Iterator[Any] = (_plan_of(text, microbatches) for text in plans)
+        for target in targets if plans else _targets(script, names):
+            is_plan = isinstance(target, Plan)
+            of_target = {"units": names.get("units")} if is_plan else {"ranks": ranks}
+            results.append(_compared(names, target, **of_target, **options))
+            say(results[-1])
+    write_files({"html": html}, lambda form: _page(script, results), "the comparison")
     return 0 if all(result.same for result in results) else 1
+
+
+def _page(script: str, results: Sequence[Comparison]) -> str:
+    body = [section(result.what, "", result._repr_html_()) for result in results]
+    return page(f"{Path(script).name} compared with one process", "in float64", body)
 
 
 def _names_in(script: str) -> Mapping[str, Any]:

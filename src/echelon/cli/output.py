@@ -54,4 +54,16 @@ def refusing(*errors: type[Exception], hint: str | None = None) -> Iterator[None
         raise typer.BadParameter(str(error), param_hint=hint) from error
 
 
-__all__ = ["cell", "printable_errors", "refusing", "say"]
+@contextmanager
+def refusing_places() -> Iterator[None]:
+    """Let a file that cannot be written end a command as wrong usage of it."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{error.filename} cannot be written: {error.strerror}; name a file in a folder that "
+            "is there"
+        ) from error
+
+
+__all__ = ["cell", "printable_errors", "refusing", "refusing_places", "say"]

@@ -150,8 +150,11 @@ def run_script(
         say(launch.shown())
         return 0
     from echelon.launch import local_job
+    from echelon.launch.rank_output import RunFolder
 
-    return local_job.run_processes(launch)
+    with refusing(ArgumentError, hint="--log-dir"):
+        folder = RunFolder(log_dir)
+    return local_job.run_processes(launch, folder)
 
 
 def _step_through(fn: Callable[..., Any], ranks: int, **options: Any) -> None:

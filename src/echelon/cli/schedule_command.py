@@ -64,7 +64,7 @@ def write_files(files: Mapping[str, Path | None], drawn: Callable[[str], str], w
         if path is None:
             continue
         try:
-            path.write_text(drawn(form))
+            path.write_text(drawn(form), encoding="utf-8")
         except OSError as error:
             raise ArgumentError(
                 f"--{form} is {path}, which cannot be written: {error.strerror}; give a file in a "

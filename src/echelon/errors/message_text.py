@@ -7,10 +7,12 @@ shown as their escapes.
 
 from __future__ import annotations
 
+import io
 import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
 
 MAX_ROWS = 12  # of a message that lists names; a model has thousands
 NO_MAJORITY = "No majority says which rank is right."
@@ -33,7 +35,25 @@ def printable(text: str) -> str:
 
 def say(*lines: object) -> None:
     """Print lines for a person to standard error, as ``printable`` texts."""
-    print(printable("\n".join(map(str, lines))), file=sys.stderr, flush=True)
+    print(printable("\n".join(map(str, lines))), file=standard_error(), flush=True)
+
+
+def standard_error() -> TextIO:
+    """``sys.stderr``; where a program has closed it, or put None there, a stream to the same file.
+
+    Programs do so to be silent, and what ended them must be told all the same.
+    """
+    if is_open(sys.stderr):
+        return sys.stderr
+    try:
+        return open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    except OSError:  # the process has no such file
+        return io.StringIO()
+
+
+def is_open(stream: TextIO | None) -> bool:
+    """Whether a standard stream is there and takes text; one of a program may have few methods."""
+    return stream is not None and not getattr(stream, "closed", False)
 
 
 def without_middle(text: str, length: int) -> str:

@@ -27,7 +27,7 @@ def read_line(prompt: str, output: IO[str], is_over: Callable[[], bool]) -> str:
         KeyboardInterrupt: Ctrl-C, which ends the main thread's wait for the ranks, too.
     """
     lines: list[str] = []
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def read() -> None:
         if is_over():
@@ -35,9 +35,6 @@ def read_line(prompt: str, output: IO[str], is_over: Callable[[], bool]) -> str:
         try:
             with redirect_stdout(output):
                 lines.append(input(prompt))
-        except KeyboardInterrupt as error:
-            errors.append(error)
-            raise
         except Exception as error:  # raised below, where the line is wanted
             errors.append(error)
 
@@ -46,7 +43,7 @@ def read_line(prompt: str, output: IO[str], is_over: Callable[[], bool]) -> str:
         read()  # the ranks were started by another thread
     if lines:
         return lines[0]
-    raise errors[0] if errors else KeyboardInterrupt
+    raise errors[0] if errors else KeyboardInterrupt  # its own: the main thread raises another
 
 
 @contextmanager

@@ -39,10 +39,13 @@ _LOG = "agent.log"
 _MAX_LOG_NBYTES = 1 << 22
 
 
-def run_processes(launch: Launch) -> int:
-    """Run the ranks to their end; 0, or another exit code if they did not finish."""
+def run_processes(launch: Launch, folder: RunFolder) -> int:
+    """Run the ranks to their end; 0, or another exit code if they did not finish.
+
+    Args:
+        folder: where their output goes.
+    """
     lose_rather_than_raise()
-    folder = RunFolder(launch.log_dir)
     # In memory, because the disk of the folder may be full when the job ends.
     with open(os.memfd_create("echelon attempts"), "rb") as file:
         attempts_path = f"/proc/self/fd/{file.fileno()}"

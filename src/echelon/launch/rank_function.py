@@ -9,6 +9,7 @@ from typing import Any, final
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from echelon.process.forks import ends_forks
+from echelon.process.process_end import exit_code_of
 
 
 @final
@@ -57,7 +58,7 @@ def _takes(signature: inspect.Signature, num_args: int) -> bool:
 
 
 def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
-    """What ``fn(world, *args)`` returns; ``sys.exit(0)`` in it is a return of None.
+    """What ``fn(world, *args)`` returns; ``sys.exit`` in it with exit code 0 is a return of None.
 
     Raised in the caller of ``run``, it would end the whole script as if all had gone well.
     """
@@ -65,7 +66,7 @@ def call(fn: Callable[..., Any], world: World, args: tuple[Any, ...]) -> Any:
         with ends_forks():
             return fn(world, *args)
     except SystemExit as end:
-        if end.code not in (None, 0):
+        if exit_code_of(end) != 0:
             world.group.prepare_close()  # this rank has not failed: it leaves
             raise
         return None

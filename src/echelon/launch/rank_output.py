@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Protocol, TextIO, final
 
+from echelon.errors import ArgumentError
 from echelon.launch.written_rows import (
     AsWritten,
     FinishedRows,
@@ -182,17 +183,17 @@ class RunFolder:
 
     Args:
         parent: where the user wants it, and then it stays; None: with the temporary files.
+
+    Raises:
+        ArgumentError: none can be made there.
     """
 
     def __init__(self, parent: Path | None) -> None:
         self._stays = parent is not None
         self._lock: int | None = None
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        else:
+        if parent is None:
             _remove_abandoned(Path(tempfile.gettempdir()))
-        # Its own folder for each run, so that records of an earlier one are not taken for ours.
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self.path = _new_folder(Path(tempfile.gettempdir()) if parent is None else parent)
         if parent is None:
             started = self.path / f"{_RUNNING}.part"  # no other launcher sees it unlocked
             self._lock = os.open(started, os.O_CREAT | os.O_RDWR, 0o600)
@@ -215,6 +216,18 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder of its own for a run, so that records of an earlier one are not taken for ours."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    except OSError as error:
+        raise ArgumentError(
+            f"{str(parent)!r} cannot hold the output of the ranks: {error.strerror}; give a folder "
+            "in which you may write"
+        ) from error
 
 
 def _remove_abandoned(parent: Path) -> None:

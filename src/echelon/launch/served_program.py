@@ -24,7 +24,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from echelon.errors import CommTimeout
-from echelon.errors.message_text import say
+from echelon.errors.message_text import say, standard_error
 from echelon.launch.program import Program
 from echelon.process.environment import timeout_wanted
 from echelon.process.lossy_streams import lose_rather_than_raise
@@ -187,7 +187,11 @@ def run_program(words: Sequence[str]) -> None:
     main = vars(sys.modules["__main__"])
     main.clear()
     main.update({"__name__": "__main__", "__builtins__": __builtins__, "__spec__": None, **names})
-    exec(code, main)
+    try:
+        exec(code, main)
+    except BaseException:
+        sys.stderr = standard_error()  # Python tells there what has ended the program
+        raise
 
 
 def _hide_frames() -> None:

@@ -12,18 +12,20 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from echelon.diagnosis.failure_record import FailureRecord
-from echelon.diagnosis.failure_report import MAX_LINES, failure_report
+from echelon.diagnosis.failure_report import MAX_LINES
 from echelon.diagnosis.held_up import verdict
 from echelon.diagnosis.step_rows import RankSteps
 from echelon.diagnosis.stuck_ranks import END
 from echelon.errors import ArgumentError, CommTimeout, DeadlockError, DebuggerQuit
 from echelon.errors.message_text import say
+from echelon.launch.attempt import Outcome, failure_lines
 from echelon.launch.program import Program
+from echelon.launch.rank_ends import RankEnd, attempt_of, is_own_end
 from echelon.launch.rank_lines import WholeLines, printing_as
 from echelon.launch.served_program import ALONE, has_torch_group
 from echelon.process import time_limits
 from echelon.process.environment import timeout_wanted
-from echelon.process.process_end import end_now, exit_code_of
+from echelon.process.process_end import end_now, exit_text_of
 
 if TYPE_CHECKING:
     from echelon.comm.world import World
@@ -55,12 +57,12 @@ def run_threads(
         run_ranks: takes the arguments of ``ec.run`` that this gives, and runs the ranks.
     """
     sys.path.insert(0, program.folder())
-    raised: list[tuple[BaseException, FailureRecord]] = []
+    ends: list[RankEnd] = []
     times: list[tuple[int, RankTime]] = []
     try:
         read = _reader(program)
     except (ArgumentError, SyntaxError, ValueError) as error:
-        return _fail(error, raised, ranks)
+        return _fail(error, ends, ranks)
     sys.argv = [program.name, *arguments]
     # They bring torch; mistakes above need not wait for it.
     from echelon.comm.threads.exit_handlers import guard_exit
@@ -74,12 +76,12 @@ def run_threads(
     before = frozenset(threading.enumerate())  # of them, none is a rank of this run
     output, sys.stdout = sys.stdout, WholeLines(sys.stdout, tee)
     try:
-        args = (read, raised, times, wanted)
+        args = (read, ends, times, wanted)
         with importing_for_themselves(program.folder()):
             start = run_ranks or partial(run, rules=rules)
             start(_rank_main, ranks, args=args, timeout=timeout)
     except BaseException as error:
-        return _leave(_ending(error, raised, ranks), before)
+        return _leave(_ending(error, ends, ranks), before)
     finally:
         sys.stdout.flush()
         sys.stdout = output
@@ -107,7 +109,7 @@ def _copy_of(code: CodeType) -> CodeType:
 def _rank_main(
     world: World,
     read: _Reader,
-    raised: list[tuple[BaseException, FailureRecord]],
+    ends: list[RankEnd],
     times: list[tuple[int, RankTime]],
     timeout: float | None,
 ) -> None:
@@ -120,6 +122,7 @@ def _rank_main(
     else:
         os.environ.pop("ECHELON_TIMEOUT", None)  # they wait as long as with torchrun
     output = sys.stdout  # which the rank may replace for itself
+    failure: BaseException | None = None
     with printing_as(world.rank):
         try:
             code, names = read()
@@ -130,44 +133,56 @@ def _rank_main(
                 say(ALONE.format(size=world.size))
         except BaseException as error:
             world.explain(error)
-            raised.append((error, FailureRecord.of(error, world.rank, f"at step {world.step}")))
+            failure = error
             raise
         finally:
+            ends.append(RankEnd.of(world.rank, world.step, _last_call(world), failure))
             if isinstance(output, WholeLines):
                 output.end()
 
 
-def _ending(
-    error: BaseException, raised: Sequence[tuple[BaseException, FailureRecord]], ranks: int
-) -> int:
+def _last_call(world: World) -> str:
+    """The last call that a rank issued, with position and place; empty if nobody has seen one."""
+    from echelon.comm.threads.group import ThreadGroup
+
+    if not isinstance(world.group, ThreadGroup):  # somebody else runs the ranks
+        return ""
+    call = world.group.thread_world.sightings[world.rank].call
+    return "" if call is None else str(call)
+
+
+def _ending(error: BaseException, ends: Sequence[RankEnd], ranks: int) -> int:
     """Print why the ranks have ended before their time; the exit code."""
     match error:
-        case KeyboardInterrupt():
+        case KeyboardInterrupt() if all(end.error is not error for end in ends):
             say("interrupted")
             return 130
         case DebuggerQuit():
             say(error)
             return 1
-        case SystemExit():
-            return exit_code_of(error)
-    return _fail(error, raised, ranks)
+        case SystemExit() if is_own_end(attempt := attempt_of(ends, ranks)):
+            if text := exit_text_of(error):
+                say(text)
+            return attempt.exit_code
+    return _fail(error, ends, ranks)
 
 
-def _fail(
-    error: BaseException, raised: Sequence[tuple[BaseException, FailureRecord]], ranks: int
-) -> int:
+def _fail(error: BaseException, ends: Sequence[RankEnd], ranks: int) -> int:
     """Print what happened; the exit code."""
     notes = [f"simulated ranks: {ranks}, threads of one process"]
     if isinstance(error, DeadlockError):  # of all ranks, and it names their lines itself
         lines = [line[:200] for line in str(error).splitlines()]
         say(*lines[: MAX_LINES - 2], "", *notes)
         return 1
-    records = {record.rank: replace(record, stacks="") for _, record in raised}  # no file has them
-    missing = error.missing if isinstance(error, CommTimeout) and error.doing == END else ()
-    first = next((record.rank for seen, record in raised if seen is error), next(iter(missing), 0))
-    records.setdefault(first, replace(FailureRecord.of(error, first), stacks=""))
-    say(*failure_report(records.values(), notes))
-    return 1
+    attempt = attempt_of(ends, ranks)
+    records = {end.rank: end.record for end in ends if end.record is not None}
+    if all(end.error is not error for end in ends):
+        missing = error.missing if isinstance(error, CommTimeout) and error.doing == END else ()
+        first = next(iter(missing), 0)
+        records.setdefault(first, replace(FailureRecord.of(error, first), stacks=""))
+    logs = {end.rank: end.log for end in ends}
+    say(*failure_lines(attempt, records, logs, 0.0, notes))
+    return attempt.exit_code if attempt.outcome is Outcome.FAILED else 1
 
 
 def _leave(code: int, before: frozenset[threading.Thread]) -> int:

@@ -185,6 +185,27 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def system_error_behind(error: BaseException) -> OSError | None:
+    """The error of the operating system that another was raised for; None if there is none.
+
+    torch's writers end their archive after a failed write, and raise what that finds instead.
+
+    Example:
+        >>> try:
+        ...     try:
+        ...         raise OSError(28, "No space left on device")
+        ...     finally:
+        ...         raise RuntimeError("unexpected position")
+        ... except RuntimeError as error:
+        ...     print(system_error_behind(error))
+        [Errno 28] No space left on device
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found
+
+
 def sync_folder(path: Path) -> None:
     """Sync the entries of a folder to disk; Windows has no call for it."""
     if sys.platform == "win32":
@@ -298,6 +319,15 @@ def remove_folder(path: Path) -> None:
     os.rename(path, aside)
     sync_folder(path.parent)
     _remove_tree(aside)
+
+
+def remove_empty_folder(path: Path) -> None:
+    """Remove a folder that has nothing in it.
+
+    Raises:
+        OSError: it has, or cannot be removed.
+    """
+    os.rmdir(path)
 
 
 def remove_file(path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Protocol, final
 
 from echelon.errors import StateError
 from echelon.process.operating_system import at_fork
-from echelon.process.process_end import end_now, exit_code_of
+from echelon.process.process_end import end_now, exit_code_of, exit_text_of
 
 
 class Owned(Protocol):
@@ -74,6 +75,8 @@ def ends_forks() -> Iterator[None]:
     except SystemExit as end:
         if before is _mark:
             raise
+        if text := exit_text_of(end):
+            print(text, file=sys.stderr)
         code = exit_code_of(end)
     except BaseException:
         if before is _mark:

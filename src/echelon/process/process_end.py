@@ -8,22 +8,36 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NoReturn
 
+from echelon.errors.message_text import is_open, message_of
 from echelon.process.background_threads import run_in_background
 
 EXIT_RESUMABLE: Final = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 
 
 def exit_code_of(end: SystemExit) -> int:
-    """The exit code that Python gives; where that is told by a text, print the text as it does.
+    """The exit code of a process that Python ends so: the system keeps eight bits of a number.
 
     Example:
-        >>> exit_code_of(SystemExit(3)), exit_code_of(SystemExit())
-        (3, 0)
+        >>> exit_code_of(SystemExit(3)), exit_code_of(SystemExit()), exit_code_of(SystemExit("no"))
+        (3, 0, 1)
+        >>> exit_code_of(SystemExit(256)), exit_code_of(SystemExit(-1))
+        (0, 255)
     """
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
+    if end.code is None:
+        return 0
+    if not isinstance(end.code, int):
+        return 1
+    return end.code & 0xFF if -(1 << 63) <= end.code < 1 << 63 else 0xFF  # no long of C holds it
+
+
+def exit_text_of(end: SystemExit) -> str:
+    """The text that Python prints at such an end; empty where there is only a number.
+
+    Example:
+        >>> exit_text_of(SystemExit("no data")), exit_text_of(SystemExit(3))
+        ('no data', '')
+    """
+    return "" if end.code is None or isinstance(end.code, int) else message_of(end)
 
 
 def end_now(code: int, *, flush_s: float | None = None) -> NoReturn:
@@ -41,8 +55,8 @@ def end_now(code: int, *, flush_s: float | None = None) -> NoReturn:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(is_open, (sys.stdout, sys.stderr)):
+        stream.flush()
 
 
 def failing_process(handler: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,11 @@
 
 import errno
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import echelon as ec
-from echelon.c10d.dcp import write_dcp
+from echelon.c10d.dcp import read_dcp, write_dcp
 from echelon.checkpoint.convert import convert as convert_module
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
 from echelon.cli import app
@@ -33,6 +37,52 @@ def save(world: World, folder: Path) -> State:
     values = {"epoch": 3, "history": [1.5, torch.arange(3)]}
     ec.save(folder, step=7, model=trainee.model, optimizer=trainee.optimizer, **values)
     return whole_state(trainee)
+
+
+@contextmanager
+def no_file_longer_than(nbytes: int) -> Iterator[None]:
+    """Let a write fail beyond that size, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("target", "named", "options"),
+    [
+        ("a/b/o.pt", "a/b/o.pt", {}),
+        ("o.safetensors", "o.safetensors", {}),
+        ("shards", "shards/model-00001-of-00003.safetensors", {"shard_nbytes": 40_000}),
+        ("a/dcp", "a/dcp", {"to": Form.DCP}),
+        ("a/run", "a/run/.saving-000000001-", {}),
+    ],
+)
+@pytest.mark.parametrize("room", [0, 5000])
+def test_a_full_disk_is_a_sentence_with_path_and_number_and_nothing_is_left_behind(
+    target: str, named: str, options: dict[str, Any], room: int, tmp_path: Path
+) -> None:
+    ec.save(tmp_path / "run", step=1, model=nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 99)))
+    before = {*tmp_path.rglob("*")}
+    with no_file_longer_than(room), pytest.raises(CheckpointError) as info:
+        convert(tmp_path / "run", tmp_path / target, ConvertOptions(**options))
+    assert info.value.errno == errno.EFBIG
+    assert str(info.value).startswith(f"{tmp_path / named}")
+    assert str(info.value).endswith(f": File too large (errno {errno.EFBIG})")
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_a_disk_without_room_for_the_copy_by_which_a_dcp_is_read_is_not_called_damage(
+    tmp_path: Path,
+) -> None:
+    write_dcp({"model": {"a": torch.zeros(10_000), "b": torch.zeros(10_000)}}, tmp_path / "dcp")
+    before = {*tmp_path.rglob("*")}
+    with no_file_longer_than(50_000), pytest.raises(OSError, match="File too large") as info:
+        read_dcp(tmp_path / "dcp")
+    assert info.value.errno == errno.EFBIG
+    assert {*tmp_path.rglob("*")} == before
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -34,6 +34,7 @@ from echelon.checkpoint.convert.torch_files import (
 from echelon.checkpoint.coordinator import named
 from echelon.checkpoint.place import storage_of
 from echelon.checkpoint.records import step_name, step_of
+from echelon.checkpoint.save_lock import remove_unused
 from echelon.checkpoint.saved_step import SavedStep
 from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.store_path import StorePath
@@ -127,10 +128,33 @@ def step_at(path: Place, step: int | None = None) -> Place:
     if step is None and step_of(path.name) is not None and storage.is_step(path):
         return path
     known = storage.steps(path)
-    chosen = step if step is not None else max(known, default=None)
-    if chosen is None or chosen not in known:
-        raise CheckpointNotFound(f"step {chosen} is not there; committed: {known}", path)
+    if not known:
+        raise CheckpointNotFound(f"no step was committed here{_hint(path)}", path)
+    chosen = known[-1] if step is None else step
+    if chosen not in known:
+        committed = ", ".join(map(str, known))
+        raise CheckpointNotFound(f"step {chosen} is not there; committed: {committed}", path)
     return path / step_name(chosen)
+
+
+def steps_at(path: Place) -> list[Place]:
+    """The folders of all steps: ``path`` itself, or those in it.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    if step_at(path) == path:
+        return [path]
+    return [path / step_name(step) for step in storage_of(path).steps(path)]
+
+
+def _hint(run: Place) -> str:
+    """The folders below one without steps that have some."""
+    if isinstance(run, StorePath):
+        return ""
+    inside = [path for path in run.glob("*") if path.is_dir() and os.access(path, os.R_OK)]
+    below = sorted(path.name for path in inside if files.steps(path))
+    return f"; there are steps in {', '.join(map(repr, below[:10]))} below it" if below else ""
 
 
 def convert(source: Place, target: Place, options: ConvertOptions) -> Converted:
@@ -183,19 +207,37 @@ def _draft_of(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: something has come to be at ``target``, or the disk fails.
     """
+    folder = target.parent
     try:
-        files.make_folder(target.parent)
-        with draft_folder(target) as folder:
-            yield folder / target.name
-            sync_tree(folder)
-            move_new(folder / target.name, target)
+        with _leaving_nothing(target.parent):
+            files.make_folder(target.parent)
+            with draft_folder(target) as folder:
+                yield folder / target.name
+                sync_tree(folder)
+                move_new(folder / target.name, target)
     except OSError as error:
+        draft = Path(error.filename or target)
+        if draft.is_relative_to(folder):  # whoever reads the error knows the target only
+            error.filename = str(target.parent / draft.relative_to(folder))
         raise named(error, None) from error
+
+
+@contextmanager
+def _leaving_nothing(folder: Path) -> Iterator[None]:
+    """If the block fails, remove the folder and those above it that it has made and left empty."""
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        yield
+    except BaseException:
+        for each in missing:  # the inner ones come first
+            remove_unused(each)
+        raise
 
 
 def _write_step(state: PlainState, target: Place, options: ConvertOptions) -> Converted:
     """Write a step of the run at ``target``, and compare it with the state."""
-    folder = write_step(state, target, state.step if options.step is None else options.step)
+    with nullcontext() if isinstance(target, StorePath) else _leaving_nothing(target):
+        folder = write_step(state, target, state.step if options.step is None else options.step)
     with SavedStep(folder) as step:
         _compare(state.model, SavedTensors(step, "model"), target)
     nameless = sorted(state.values.keys() - {*names_that_fit(state.values)})

@@ -18,6 +18,7 @@ from torch import Tensor
 from echelon.checkpoint.convert.plain_files import check_memory
 from echelon.checkpoint.convert.step_files import PlainState
 from echelon.errors import ArgumentError, CheckpointCorrupt
+from echelon.process.atomic_files import naming, system_error_behind
 
 _SMALL_NBYTES = 1 << 20  # a tensor up to this size may overlap itself, as after expand
 _MODEL, _OPTIMIZERS = ("model", "state_dict", "model_state_dict"), ("optimizer", "optim")
@@ -174,6 +175,15 @@ def _check_tensors(content: Mapping[Any, Any], path: Path) -> None:
 
 
 def write_torch(state: dict[str, Any], path: Path) -> None:
-    """Write a new file of ``torch.save``."""
-    with open(path, "xb") as file:
-        torch.save(state, file)
+    """Write a new file of ``torch.save``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with naming(path), open(path, "xb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if (cause := system_error_behind(error)) is not None:
+                raise cause from None
+            raise

@@ -12,13 +12,13 @@ from echelon.comm.derived import Barrier, Gather, Scatter
 from echelon.comm.group import Group
 from echelon.comm.ordered_executor import OrderedExecutor
 from echelon.comm.primitives import Derived, Primitive, Receive, Send
+from echelon.comm.rank_failure import cause_of
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.collectives import METHODS, Collectives
 from echelon.comm.shm.mailbox import Mailbox
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
-from echelon.errors.message_text import message_of
 from echelon.process import time_limits
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class ShmGroup(Group):
             rank, does = next(iter(failure.stuck.items()))
             self._area.table.leave(f"did not come: it {does}", rank)
         elif isinstance(failure, BaseException):
-            self._area.table.leave(f"raised {type(failure).__name__}: {message_of(failure)}")
+            self._area.table.leave(cause_of(failure))
         elif failure is not None:
             self._area.table.leave(failure)
         for subgroup in self._subgroups:

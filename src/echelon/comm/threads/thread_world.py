@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
+from echelon.comm.rank_failure import cause_of
 from echelon.comm.threads.call_watch import CallWatch, NoWatch
 from echelon.comm.threads.kept_by_threads import started_by
 from echelon.comm.threads.last_seen import LastSeen
@@ -45,7 +46,7 @@ from echelon.errors import (
     RankFailed,
     StateError,
 )
-from echelon.errors.message_text import message_of, ranks_text
+from echelon.errors.message_text import ranks_text
 
 
 @final
@@ -355,8 +356,7 @@ class ThreadWorld:
         rank, error = self.failure
         if isinstance(error, DeadlockError):
             raise copy.copy(error)
-        cause = f"raised {type(error).__name__}: {message_of(error)}"
-        raise RankFailed(rank, cause, str(call)) from error
+        raise RankFailed(rank, cause_of(error), str(call)) from error
 
     def _fail(self, rank: int, error: BaseException) -> None:
         is_report = self.failure is not None and is_heard(self.failure[1], self.failure[0])
