@@ -25,7 +25,9 @@ them, so every slot would look as if it were in use: there, slots are always wai
 [Note: accumulated in the dtype of the reduction]
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
 ``.grad`` cannot hold every value of that dtype, the sum is kept separately, and ``.grad`` is the
-rounded sum. If the user writes into ``.grad``, that replaces the sum before the next addition.
+rounded sum. If the user writes into ``.grad``, that replaces the sum before the next addition: all
+of it where the version counter of ``.grad`` shows a write, and else, as ``.data`` does not count
+versions, the elements that are not the rounded sum any more.
 
 [Note: gradients that somebody keeps]
 After ``zero_grad()`` a new backward may write over the memory of the earlier gradients, unless
@@ -36,7 +38,7 @@ gradients get new memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import final
@@ -140,6 +142,7 @@ class GradientShard:
         self.wire_dtype, self.grad_dtype = wire_dtype, grad_dtype
         self.views: list[Tensor] = []
         self._flat: Tensor | None = None
+        self._homes: list[Tensor] = []  # the memory of ``views``, which users can exchange
         self._held_by_us: list[int] = []  # the references to ``views`` and ``flat``
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
@@ -170,6 +173,7 @@ class GradientShard:
             storage = self.storage
             part = storage.devices.empty_shard(storage.part_numel, self.grad_dtype).zero_()
             self._flat = part[: storage.shard_numel]
+            self._homes = self._views_of(self._flat)
             self.views = storage.mark_gradients(self._views_of(self._flat))
             self._held_by_us = count_references(self._flat, self.views)
         return self._flat
@@ -184,13 +188,21 @@ class GradientShard:
         with DisableTorchFunctionSubclass():
             gradients = map(_grad_of, self.storage.optimizer_params)
             if all(map(is_, gradients, repeat(None))):
-                self._flat, self._sum, self.views = None, None, []
+                self._sum = None
+                self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        """Use new memory, and new views of it, from now on."""
+        self._flat, self._homes, self.views = None, [], []
 
     def _leave_to_holders(self) -> None:
         """Use new memory from now on if somebody keeps gradients; see the note."""
         flat = self._flat
-        if flat is not None and count_references(flat, self.views) != self._held_by_us:
-            self._flat, self.views = None, []
+        if flat is not None and (
+            count_references(flat, self.views) != self._held_by_us
+            or not all(map(Tensor.is_set_to, self._homes, self.views))
+        ):
+            self._leave_memory()
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         storage = self.storage
@@ -244,27 +256,47 @@ class GradientShard:
         if not any(has_gradient):
             self._leave_to_holders()
             return None
-        flat = self.flat  # this makes the views, if it is their first use
-        is_written = flat._version != self._version
-        others: list[Tensor | None] = []  # by parameter, what the user has set instead of our view
-        is_ours = []
-        for param, view in zip(params, self.views, strict=True):
-            is_ours.append(param.grad is view)
-            others.append(None if param.grad is view else param.grad)
+        if self._sum is not None:
+            self._take_written(self._sum)
+        others = self._others(list(map(_grad_of, params)))
+        for param in params:
             param.grad = None
-        if not all(is_ours):
-            self._leave_to_holders()
-            if self.flat is not flat:
-                self.flat.copy_(flat)
-        sums = self.views if self._sum is None else self._views_of(self._sum)
-        for ours, other, view, total in zip(is_ours, others, self.views, sums, strict=True):
-            if not ours and other is None:
-                total.zero_()
-            elif other is not None:
-                total.copy_(other)
-            elif total is not view and is_written:
-                total.copy_(view)  # the user has written into it
+        if others:
+            self._replace(others)
         return has_gradient
+
+    def _take_written(self, total: Tensor) -> None:
+        """Let values that the user has written into ``.grad`` replace those of the exact sum."""
+        flat = self.flat
+        if flat._version != self._version:
+            total.copy_(flat)
+        else:  # what was written through ``.data`` counts no version
+            torch.where(flat == total.to(flat.dtype), total, flat, out=total)
+
+    def _others(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """By index, what the user has set in the place of our view, or in that of its memory."""
+        _ = self.flat  # this makes the views, if it is their first use
+        shown = zip(gradients, self.views, self._homes, strict=True)
+        return {
+            i: gradient
+            for i, (gradient, view, home) in enumerate(shown)
+            if gradient is not view or not home.is_set_to(view)
+        }
+
+    def _replace(self, others: Mapping[int, Tensor | None]) -> None:
+        """Let gradients be what the user has set; without a gradient the next one is the first."""
+        before = self.flat
+        if any(other is self.views[i] for i, other in others.items()):
+            self._leave_memory()  # that view is the user's, who has given it other memory
+        else:
+            self._leave_to_holders()
+        if self.flat is not before:
+            self.flat.copy_(before)
+        for memory in (self.flat,) if self._sum is None else (self.flat, self._sum):
+            values = self._views_of(memory)
+            for i, other in others.items():
+                values[i].zero_() if other is None else values[i].copy_(other)
+        self._version = self.flat._version
 
     def put_back(self, reduced_before: Sequence[bool] | None) -> None:
         """Undo ``set_aside``, which returned ``reduced_before``; parameters are sharded again."""
