@@ -137,9 +137,7 @@ class GradientReducer:
             kept, index = self._kept[u], self._indices[param]
             kept[index] = shard.added(kept[index], gradient)
             return
-        before = shard.kept_nbytes
-        shard.add_kept(i, gradient)
-        self._kept_nbytes += shard.kept_nbytes - before
+        self._kept_nbytes += shard.add_kept(i, gradient)
 
     def _unreached_gradients(self, current: BackwardPass, u: int) -> list[Tensor | None]:
         """The gradients of a unit that backward did not reach: those that ``no_sync`` kept."""

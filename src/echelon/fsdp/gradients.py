@@ -282,8 +282,8 @@ class GradientShard:
             if gradient is not None:
                 self._show_kept(i, [gradient])
 
-    def add_kept(self, i: int, gradient: Tensor) -> None:
-        """Add an unsharded gradient of one of ``storage.params`` to what is kept."""
+    def add_kept(self, i: int, gradient: Tensor) -> int:
+        """Add an unsharded gradient of one of ``storage.params``; returns the bytes kept for it."""
         is_flat, num_params = self.storage.is_flat, len(self.storage.params)
         shown, place = (0, i) if is_flat else (i, 0)
         with DisableTorchFunctionSubclass():
@@ -291,7 +291,9 @@ class GradientShard:
         if not isinstance(kept, KeptGradient):
             kept = self._show_kept(shown, [None] * (num_params if is_flat else 1))
         self._check_not_taken([kept])
-        kept.unsharded[place] = self.added(kept.unsharded[place], gradient)
+        before = kept.unsharded[place]
+        total = kept.unsharded[place] = self.added(before, gradient)
+        return total.nbytes if before is None else 0
 
     def added(self, kept: Tensor | None, gradient: Tensor) -> Tensor:
         """The sum of what is kept and a gradient, in the dtype of the reduction."""
