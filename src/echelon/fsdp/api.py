@@ -217,7 +217,8 @@ class FSDP(ShardedModule):
     def no_sync(self) -> Iterator[None]:
         """Keep the unsharded gradients of a ``backward`` inside the block, without communication.
 
-        The next backward outside reduces the sum of all.
+        The next backward outside reduces the sum of all. Until then ``.grad`` has no values:
+        ``zero_grad()`` drops what was kept, and a use of the values is a StateError.
         """
         backward = self._hooks.backward
         before, backward.requires_gradient_sync = backward.requires_gradient_sync, False

@@ -134,6 +134,7 @@ class Backward:
             self.discard_aborted()
             for u in self._in_forward:
                 self._units[u].in_outer_forward = True
+            self._reducer.begin()
             self._unsharder.begin_backward(self._runs, self._may_reach, self._launch_ready)
             token = queue_end(self._end_backward)
             # Other ranks may have no such backward, so it takes no part in a reduction.
@@ -214,9 +215,7 @@ class Backward:
         current.units[u].state = REACHED
         current.units[u].remaining = self._expected(u)
         with torch.no_grad():
-            current.reduced_before[u] = [
-                shard.set_aside() for shard in self._units[u].gradient_shards
-            ]
+            current.reduced_before[u] = self._reducer.set_aside(u)
 
     def _open_until_end(self, current: BackwardPass, u: int) -> None:
         """Open a unit of which no hook tells when backward leaves it."""
@@ -410,7 +409,7 @@ class Backward:
         So may a rank whose forwards have used no parameter that trains.
         """
         check_may_sync(in_no_sync=not self.requires_gradient_sync, in_backward=self.is_running)
-        if not self._reducer.kept and not may_be_none and not self._may_have_kept:
+        if not may_be_none and not self._may_have_kept and not self._reducer.has_kept:
             raise StateError(
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
                 "under no_sync()? Without it, backward reduces them itself"

@@ -26,7 +26,6 @@ class GradientReducer:
     """Detaches gradients from parameters, keeps or reduces them, and sets the reduced ``.grad``.
 
     Attributes:
-        kept: by unit, the unsharded gradients that ``no_sync`` keeps.
         num_reductions: the number of reductions that were launched.
         peak_nbytes: the most bytes of unsharded gradients of complete units at one time.
         replica_check: compares what several ranks keep equal.
@@ -40,10 +39,15 @@ class GradientReducer:
         order: ExecutionOrder,
     ) -> None:
         self._units, self._groups, self._options, self._order = units, groups, options, order
-        self.kept: dict[int, list[Tensor | None]] = {}
-        self._indices = {
-            param: (u, i) for u, unit in enumerate(units) for i, param in enumerate(unit.trainable)
+        # By unit whose gradients are set aside, what ``no_sync`` has kept of them.
+        self._kept: dict[int, list[Tensor | None]] = {}
+        self._places = {
+            param: (u, shard, i)
+            for u, unit in enumerate(units)
+            for shard in unit.gradient_shards
+            for i, param in enumerate(shard.storage.params)
         }
+        self._indices = {param: i for unit in units for i, param in enumerate(unit.trainable)}
         storages = [shard.storage for unit in units for shard in unit.gradient_shards]
         named = [(member.name, member.param) for storage in storages for member in storage.members]
         self._trainable = TrainableParameters(named, groups)
@@ -51,6 +55,31 @@ class GradientReducer:
         self._slots = {shard.slots for unit in units for shard in unit.gradient_shards}
         self._kept_nbytes = 0
         self.num_reductions = self.peak_nbytes = 0
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether ``no_sync`` has kept gradients that nobody has dropped."""
+        return self._count_kept() > 0
+
+    def begin(self) -> None:
+        """A backward begins: the user may have dropped what was kept."""
+        if self._kept_nbytes:
+            self._kept_nbytes = self._count_kept()
+
+    def _count_kept(self) -> int:
+        return sum(shard.kept_nbytes for unit in self._units for shard in unit.gradient_shards)
+
+    def set_aside(self, u: int) -> list[list[bool] | None]:
+        """Take what a unit has off its parameters, kept gradients and reduced ones."""
+        kept: list[Tensor | None] = []
+        reduced = []
+        for shard in self._units[u].gradient_shards:
+            aside = shard.set_aside()
+            reduced.append(aside.reduced)
+            kept += aside.kept or [None] * len(shard.storage.params)
+        self._kept_nbytes -= _nbytes(kept)
+        self._kept[u] = kept
+        return reduced
 
     def collect(self, current: BackwardPass, u: int) -> list[Tensor | None]:
         """Detach the gradients of a complete unit, and note how many bytes wait."""
@@ -65,9 +94,7 @@ class GradientReducer:
         gradients: list[Tensor | None] = [param.grad for param in unit.trainable]
         for param in unit.trainable:
             param.grad = None
-        kept = self._pop_kept(u)
-        if kept is None:
-            return gradients
+        kept = self._kept.pop(u)
         return [
             new if old is None else old if new is None else old + new.to(old.dtype)
             for old, new in zip(kept, gradients, strict=True)
@@ -83,38 +110,40 @@ class GradientReducer:
 
         The unit is sharded again, so its earlier reduced gradients can be put back.
         """
-        if any(gradient is not None for gradient in gradients):
-            self.kept[u] = [
-                None if gradient is None else gradient.to(dtype)
-                for gradient, dtype in zip(gradients, self._wire_dtypes(u), strict=True)
-            ]
-            self._kept_nbytes += _nbytes(self.kept[u])
         for shard, before in zip(self._units[u].gradient_shards, reduced_before, strict=True):
             shard.put_back(before)
+        self._show_kept(u, gradients)
+
+    def _show_kept(self, u: int, gradients: Sequence[Tensor | None]) -> None:
+        """Let ``.grad`` have unsharded gradients of a unit, which is sharded again."""
+        first = 0
+        for shard in self._units[u].gradient_shards:
+            last = first + len(shard.storage.params)
+            kept = [
+                None if gradient is None else gradient.to(shard.wire_dtype)
+                for gradient in gradients[first:last]
+            ]
+            shard.show_kept(kept)
+            self._kept_nbytes += _nbytes(kept)
+            first = last
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add an unsharded gradient of one parameter to those that ``no_sync`` keeps."""
-        if param not in self._indices:  # an ignored parameter, which is not sharded
+        if param not in self._places:  # an ignored parameter, which is not sharded
             add_gradient(param, gradient)
             return
-        u, i = self._indices[param]
-        kept = self.kept.setdefault(u, [None] * len(self._units[u].trainable))
-        new, old = gradient.to(self._wire_dtypes(u)[i]), kept[i]
-        if old is None:
-            kept[i] = new
-            self._kept_nbytes += new.nbytes
-        else:
-            kept[i] = old + new
+        u, shard, i = self._places[param]
+        if u in self._kept:  # a backward goes through the unit, and adds all at its end
+            kept, index = self._kept[u], self._indices[param]
+            kept[index] = shard.added(kept[index], gradient)
+            return
+        self._kept_nbytes += shard.add_kept(i, gradient)
 
-    def _wire_dtypes(self, u: int) -> list[torch.dtype]:
-        shards = self._units[u].gradient_shards
-        return [shard.wire_dtype for shard in shards for _ in shard.storage.params]
-
-    def _pop_kept(self, u: int) -> list[Tensor | None] | None:
-        kept = self.kept.pop(u, None)
-        if kept is not None:
-            self._kept_nbytes -= _nbytes(kept)
-        return kept
+    def _unreached_gradients(self, current: BackwardPass, u: int) -> list[Tensor | None]:
+        """The gradients of a unit that backward did not reach: those that ``no_sync`` kept."""
+        with torch.no_grad():
+            current.reduced_before[u] = self.set_aside(u)
+        return self._kept.pop(u)
 
     def launch_ready(self, current: BackwardPass, gets_none: Callable[[int], bool]) -> None:
         """Launch the reductions that come next in the order of all ranks and may go.
@@ -129,7 +158,7 @@ class GradientReducer:
                 self._launch(current, u, current.waiting.pop(u))
             elif state.state is UNREACHED and gets_none(u):
                 state.state = SKIPPED
-                self._launch(current, u, self._unreached_gradients(u))
+                self._launch(current, u, self._unreached_gradients(current, u))
             else:
                 return
 
@@ -139,19 +168,20 @@ class GradientReducer:
             gradients = current.waiting.pop(u, None)
             if gradients is None:
                 is_reached = current.units[u].state is REACHED
-                gradients = self.detach_gradients(u) if is_reached else self._unreached_gradients(u)
+                gradients = (
+                    self.detach_gradients(u)
+                    if is_reached
+                    else self._unreached_gradients(current, u)
+                )
             self._units[u].reshard()
             self._launch(current, u, gradients)
 
     def _launch(self, current: BackwardPass, u: int, gradients: list[Tensor | None]) -> None:
         """Launch the reductions of a unit; empties ``gradients``, so that they are freed early."""
         unit = self._units[u]
-        reduced_before = current.reduced_before.get(u) or [
-            shard.set_aside() for shard in unit.gradient_shards
-        ]
         started = []
         with torch.no_grad():
-            for shard, before in zip(unit.gradient_shards, reduced_before, strict=True):
+            for shard, before in zip(unit.gradient_shards, current.reduced_before[u], strict=True):
                 num_params = len(shard.storage.params)
                 of_storage = gradients[:num_params]
                 del gradients[:num_params]
@@ -167,11 +197,6 @@ class GradientReducer:
                 self.num_reductions += 1
         current.reductions.append(started)
         current.num_reduced += 1
-
-    def _unreached_gradients(self, u: int) -> list[Tensor | None]:
-        """The gradients of a unit that backward did not reach: those that ``no_sync`` kept."""
-        kept = self._pop_kept(u)
-        return [None] * len(self._units[u].trainable) if kept is None else kept
 
     def finish(self, current: BackwardPass) -> Tensor:
         """Wait for all reductions, agree on which parameters were used, and set ``.grad``.
@@ -228,10 +253,13 @@ class GradientReducer:
             for reduction in started:
                 reduction.finish()
         self._give_slots_back()
-        for unit, state in zip(self._units, aborted.units, strict=True):
+        for u, (unit, state) in enumerate(zip(self._units, aborted.units, strict=True)):
             if state.state in (REACHED, COMPLETE):
                 for param in unit.trainable:
                     param.grad = None
+            if u in self._kept:
+                unit.hide()
+                self._show_kept(u, self._kept.pop(u))
 
 
 def _replica_check(units: Sequence[Unit], groups: HybridGroups, every: int) -> ReplicaCheck:

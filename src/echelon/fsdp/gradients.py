@@ -25,7 +25,14 @@ them, so every slot would look as if it were in use: there, slots are always wai
 [Note: accumulated in the dtype of the reduction]
 The reduced gradients of several backwards are added in the dtype they were reduced in. Where
 ``.grad`` cannot hold every value of that dtype, the sum is kept separately, and ``.grad`` is the
-rounded sum. If the user writes into ``.grad``, that replaces the sum before the next addition.
+rounded sum. If the user writes into ``.grad``, that replaces the sum before the next addition: all
+of it where the version counter of ``.grad`` shows a write, and else, as ``.data`` does not count
+versions, the elements that are not the rounded sum any more.
+
+[Note: gradients that no_sync keeps]
+They belong to ``.grad``, which is a ``KeptGradient`` until the next backward takes them off, or the
+reduction by hand. So they are dropped, or moved, by what drops or moves ``.grad`` in one process,
+for each parameter by itself. It also has the reduced gradient that ``.grad`` was before.
 
 [Note: gradients that somebody keeps]
 After ``zero_grad()`` a new backward may write over the memory of the earlier gradients, unless
@@ -36,10 +43,11 @@ gradients get new memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -54,9 +62,16 @@ from echelon.fsdp.gradient_buffer import GradientBuffer
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import Storage
 from echelon.modules.held_memory import count_references
-from echelon.modules.sharded_tensor import ShardedTensor
+from echelon.modules.sharded_tensor import (
+    KeptGradient,
+    ShardedTensor,
+    Sharding,
+    kept_gradient,
+    refuse_kept,
+)
 
 _grad_of = attrgetter("grad")
+_WRITTEN = -1  # a version that no tensor has
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
 
@@ -120,6 +135,18 @@ class Slots:
         return i, slot
 
 
+class SetAside(NamedTuple):
+    """What ``.grad`` of the parameters of one storage was.
+
+    Attributes:
+        reduced: which of the parameters of optimizers had a reduced gradient; None if none had.
+        kept: by parameter of the storage, what ``no_sync`` has kept; None if that is nothing.
+    """
+
+    reduced: list[bool] | None
+    kept: list[Tensor | None] | None
+
+
 @final
 class GradientShard:
     """This rank's shard of the gradients of one storage.
@@ -140,6 +167,7 @@ class GradientShard:
         self.wire_dtype, self.grad_dtype = wire_dtype, grad_dtype
         self.views: list[Tensor] = []
         self._flat: Tensor | None = None
+        self._homes: list[Tensor] = []  # the memory of ``views``, which users can exchange
         self._held_by_us: list[int] = []  # the references to ``views`` and ``flat``
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
@@ -170,6 +198,7 @@ class GradientShard:
             storage = self.storage
             part = storage.devices.empty_shard(storage.part_numel, self.grad_dtype).zero_()
             self._flat = part[: storage.shard_numel]
+            self._homes = self._views_of(self._flat)
             self.views = storage.mark_gradients(self._views_of(self._flat))
             self._held_by_us = count_references(self._flat, self.views)
         return self._flat
@@ -184,13 +213,21 @@ class GradientShard:
         with DisableTorchFunctionSubclass():
             gradients = map(_grad_of, self.storage.optimizer_params)
             if all(map(is_, gradients, repeat(None))):
-                self._flat, self._sum, self.views = None, None, []
+                self._sum = None
+                self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        """Use new memory, and new views of it, from now on."""
+        self._flat, self._homes, self.views = None, [], []
 
     def _leave_to_holders(self) -> None:
         """Use new memory from now on if somebody keeps gradients; see the note."""
         flat = self._flat
-        if flat is not None and count_references(flat, self.views) != self._held_by_us:
-            self._flat, self.views = None, []
+        if flat is not None and (
+            count_references(flat, self.views) != self._held_by_us
+            or not all(map(Tensor.is_set_to, self._homes, self.views))
+        ):
+            self._leave_memory()
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         storage = self.storage
@@ -229,45 +266,133 @@ class GradientShard:
         numel = self.storage.part_numel
         return self.flat if self.flat.numel() == numel else self.flat.as_strided((numel,), (1,))
 
-    def set_aside(self) -> list[bool] | None:
-        """Take reduced gradients off their parameters, so that backward accumulates new ones.
+    def _check_not_taken(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse what was once ``.grad``, if it was set again after others were added to it."""
+        for gradient in gradients:
+            if isinstance(gradient, KeptGradient) and not gradient.unsharded:
+                refuse_kept(gradient, "setting .grad again after a later backward, a use")
 
-        They stay in ``views``, to be added to. Returns which of ``storage.optimizer_params`` had
-        one, or None if no parameter had.
+    def show_kept(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let ``.grad`` have the unsharded gradients of ``storage.params`` that are kept."""
+        if self.storage.is_flat:
+            if any(gradient is not None for gradient in gradients):
+                self._show_kept(0, list(gradients))
+            return
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._show_kept(i, [gradient])
+
+    def add_kept(self, i: int, gradient: Tensor) -> int:
+        """Add an unsharded gradient of one of ``storage.params``; returns the bytes kept for it."""
+        is_flat, num_params = self.storage.is_flat, len(self.storage.params)
+        shown, place = (0, i) if is_flat else (i, 0)
+        with DisableTorchFunctionSubclass():
+            kept = self.storage.optimizer_params[shown].grad
+        if not isinstance(kept, KeptGradient):
+            kept = self._show_kept(shown, [None] * (num_params if is_flat else 1))
+        self._check_not_taken([kept])
+        before = kept.unsharded[place]
+        total = kept.unsharded[place] = self.added(before, gradient)
+        return total.nbytes if before is None else 0
+
+    def added(self, kept: Tensor | None, gradient: Tensor) -> Tensor:
+        """The sum of what is kept and a gradient, in the dtype of the reduction."""
+        gradient = gradient.to(self.wire_dtype)
+        return gradient if kept is None else kept + gradient
+
+    def _show_kept(self, i: int, unsharded: list[Tensor | None]) -> KeptGradient:
+        param = self.storage.optimizer_params[i]
+        with DisableTorchFunctionSubclass():
+            kept = kept_gradient(*self._without_values[i], unsharded, param.grad)
+            param.grad = kept
+        return kept
+
+    @cached_property
+    def _without_values(self) -> list[tuple[Tensor, Sharding]]:
+        return self.storage.without_values(self.grad_dtype)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """The bytes of the unsharded gradients that ``.grad`` has."""
+        with DisableTorchFunctionSubclass():
+            gradients = map(_grad_of, self.storage.optimizer_params)
+            return sum(grad.kept_nbytes for grad in gradients if isinstance(grad, KeptGradient))
+
+    def set_aside(self) -> SetAside:
+        """Take gradients off their parameters, so that backward accumulates new ones.
+
+        Reduced ones stay in ``views``, to be added to.
         """
         with DisableTorchFunctionSubclass():
             return self._set_aside()
 
-    def _set_aside(self) -> list[bool] | None:
+    def _set_aside(self) -> SetAside:
         params = self.storage.optimizer_params
-        has_gradient = [param.grad is not None for param in params]
-        if not any(has_gradient):
+        gradients = list(map(_grad_of, params))
+        if all(map(is_, gradients, repeat(None))):
             self._leave_to_holders()
-            return None
-        flat = self.flat  # this makes the views, if it is their first use
-        is_written = flat._version != self._version
-        others: list[Tensor | None] = []  # by parameter, what the user has set instead of our view
-        is_ours = []
-        for param, view in zip(params, self.views, strict=True):
-            is_ours.append(param.grad is view)
-            others.append(None if param.grad is view else param.grad)
+            return SetAside(None, None)
+        kept = self._take_kept(gradients) if KeptGradient in map(type, gradients) else None
+        for param in params:
             param.grad = None
-        if not all(is_ours):
+        has_reduced = [gradient is not None for gradient in gradients]
+        if not any(has_reduced):
             self._leave_to_holders()
-            if self.flat is not flat:
-                self.flat.copy_(flat)
-        sums = self.views if self._sum is None else self._views_of(self._sum)
-        for ours, other, view, total in zip(is_ours, others, self.views, sums, strict=True):
-            if not ours and other is None:
-                total.zero_()
-            elif other is not None:
-                total.copy_(other)
-            elif total is not view and is_written:
-                total.copy_(view)  # the user has written into it
-        return has_gradient
+            return SetAside(None, kept)
+        others = self._others(gradients)
+        gradients.clear()  # or these references would count as those of somebody who keeps them
+        if others:
+            self._replace(others)
+        return SetAside(has_reduced, kept)
+
+    def _take_kept(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """What ``no_sync`` has kept, replaced in ``gradients`` by what ``.grad`` was before it."""
+        self._check_not_taken(gradients)
+        kept: list[Tensor | None] = []
+        for i, gradient in enumerate(gradients):
+            if isinstance(gradient, KeptGradient):
+                unsharded, gradients[i] = gradient.hand_over()
+                kept += unsharded
+            else:
+                kept += [None] * (len(self.storage.params) // len(gradients))
+        return kept
+
+    def _take_written(self, total: Tensor) -> None:
+        """Let values that the user has written into ``.grad`` replace those of the exact sum."""
+        flat = self.flat
+        if flat._version != self._version:
+            total.copy_(flat)
+        else:  # what was written through ``.data`` counts no version
+            torch.where(flat == total.to(flat.dtype), total, flat, out=total)
+
+    def _others(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """By index, what the user has set in the place of our view, or in that of its memory."""
+        _ = self.flat  # this makes the views, if it is their first use
+        shown = zip(gradients, self.views, self._homes, strict=True)
+        return {
+            i: gradient
+            for i, (gradient, view, home) in enumerate(shown)
+            if gradient is not view or not home.is_set_to(view)
+        }
+
+    def _replace(self, others: Mapping[int, Tensor | None]) -> None:
+        """Let gradients be what the user has set; without a gradient the next one is the first."""
+        before = self.flat
+        is_written = before._version != self._version
+        if any(other is self.views[i] for i, other in others.items()):
+            self._leave_memory()  # that view is the user's, who has given it other memory
+        else:
+            self._leave_to_holders()
+        if self.flat is not before:
+            self.flat.copy_(before)
+        for memory in (self.flat,) if self._sum is None else (self.flat, self._sum):
+            values = self._views_of(memory)
+            for i, other in others.items():
+                values[i].zero_() if other is None else values[i].copy_(other)
+        self._version = _WRITTEN if is_written else self.flat._version
 
     def put_back(self, reduced_before: Sequence[bool] | None) -> None:
-        """Undo ``set_aside``, which returned ``reduced_before``; parameters are sharded again."""
+        """Undo ``set_aside`` of reduced gradients; parameters are sharded again."""
         if reduced_before is not None:
             self.show(reduced_before)
 
@@ -287,6 +412,7 @@ class GradientShard:
         flat = self.flat
         if self._rounds:
             if add and self._sum is not None:
+                self._take_written(self._sum)
                 self._sum.add_(reduced)
             else:
                 self._sum = (flat.to(self.wire_dtype) + reduced) if add else reduced.clone()

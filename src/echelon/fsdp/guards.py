@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, final
 
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import Optimizer
 
 from echelon.errors import StateError
@@ -22,7 +23,7 @@ from echelon.fsdp.storage import Storage
 from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
 from echelon.modules.optimizer_trial import Cut
 from echelon.modules.partial_steps import allow_other_steps, refuse_other_steps
-from echelon.modules.sharded_tensor import is_part, sharding_of
+from echelon.modules.sharded_tensor import KeptGradient, is_part, refuse_kept, sharding_of
 from echelon.modules.wrapper import no_assign
 
 
@@ -176,6 +177,21 @@ class WaitForForwards(StepCheck):
 
 
 @final
+class NeedsReducedGradients(StepCheck):
+    """Refuses a step over gradients that ``no_sync`` keeps, before it has changed anything."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        with DisableTorchFunctionSubclass():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if isinstance(param.grad, KeptGradient):
+                        refuse_kept(param.grad, f"a step of {type(optimizer).__name__}")
+
+
+_NEEDS_REDUCED = NeedsReducedGradients()  # one, which runs once for all parameters of a step
+
+
+@final
 class BehindFlatParameter(StepCheck):
     """Refuses optimizers over the ``params`` of which the flat parameter ``name`` consists.
 
@@ -199,6 +215,7 @@ class BehindFlatParameter(StepCheck):
 def _guard_steps(storages: Iterable[tuple[str, Storage]], hooks: Hooks) -> None:
     for name, storage in storages:
         params = storage.optimizer_params
+        add_step_check(params, _NEEDS_REDUCED)
         if storage.is_flat:
             add_step_check(storage.params, BehindFlatParameter(name, storage.params))
         if storage.sharded and storage.group.size > 1:
@@ -217,6 +234,7 @@ def _unguard_steps(storages: Iterable[Storage]) -> None:
     for storage in storages:
         remove_step_check(storage.params, BehindFlatParameter)
         remove_step_check(storage.optimizer_params, WaitForForwards)
+        remove_step_check(storage.optimizer_params, NeedsReducedGradients)
         allow_other_steps([*storage.params, *storage.optimizer_params])
 
 

@@ -9,7 +9,8 @@ part in all of them (see ``unsharder``).
 [Note: what .grad holds]
 Outside of backward it is the reduced gradient of this rank's shard, or None. A backward sets the
 gradient that it finds aside and adds to it. Under ``no_sync`` the unsharded gradients are kept, in
-the dtype of the reduction, and join the next ones; a reduced gradient stays as it is.
+the dtype of the reduction, and join the next ones: ``.grad`` is then a ``KeptGradient``, which has
+no values. Whoever drops it drops what is kept; a reduced gradient comes back in its place.
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ from torch._C import DisableTorchFunctionSubclass
 from echelon.errors import StateError
 from echelon.fsdp.local_shard import LocalShard, ShardDevices
 from echelon.fsdp.shard_layout import RowPiece, ShardLayout
-from echelon.fsdp.storage_shardings import flat_sharding, shardings_of
+from echelon.fsdp.storage_shardings import flat_sharding, shardings_of, whole_shardings
 from echelon.fsdp.units import Member
 from echelon.modules.sharded_tensor import (
     ShardedParameter,
+    Sharding,
     forget,
     mark,
     show_as_part,
@@ -151,10 +152,22 @@ class Storage(ABC):
         """Gradients of ``optimizer_params``, which say that they are parts if they are."""
         if not self.shows_parts:
             return list(views)
+        return list(map(mark, views, self._gradient_shardings()))
+
+    def _gradient_shardings(self) -> list[Sharding]:
+        """Of each gradient of ``optimizer_params``, which part this rank has."""
+        if not self.shows_parts:
+            wholes = whole_shardings(self)
+            return [wholes[0].flattened((self.shard_numel,))] if self.is_flat else wholes
         shardings = [flat_sharding(self)] if self.is_flat else self.shardings
-        return [
-            mark(view, sharding.fresh()) for view, sharding in zip(views, shardings, strict=True)
-        ]
+        return [sharding.fresh() for sharding in shardings]
+
+    def without_values(self, dtype: torch.dtype) -> list[tuple[Tensor, Sharding]]:
+        """For each gradient of ``optimizer_params``, one that is not a number, and its part."""
+        shapes = [(self.shard_numel,)] if self.is_flat else [shard.shape for shard in self.shards]
+        nan = torch.full((), math.nan, dtype=dtype, device=self.optimizer_params[0].device)
+        pairs = zip(shapes, self._gradient_shardings(), strict=True)
+        return [(nan.expand(shape), sharding) for shape, sharding in pairs]
 
     def show_parts(self) -> None:
         """Let the parameters, which have the memory of the shards, say that they are parts."""

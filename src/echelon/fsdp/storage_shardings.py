@@ -92,6 +92,14 @@ def shardings_of(storage: ShowsParts) -> list[Sharding]:
     ]
 
 
+def whole_shardings(storage: ShowsParts) -> list[Sharding]:
+    """Of each parameter, that this rank shows all of it."""
+    use_rules()
+    unit = storage.label.removeprefix("unit ")
+    pairs = zip(storage.members, storage.layout.shapes, strict=True)
+    return [Sharding(plain_name(member.name), unit, tuple(shape)) for member, shape in pairs]
+
+
 def flat_sharding(storage: ShowsParts) -> Sharding:
     """Which part this rank shows of the flat parameter: the parts of all ranks in their order."""
     numels = storage.layout.numels_by_rank

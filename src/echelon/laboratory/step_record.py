@@ -14,6 +14,7 @@ from echelon import checks, events
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError
 from echelon.laboratory.allocations import Allocations
+from echelon.modules.sharded_tensor import memory_of_gradient
 from echelon.page import Picture, TextTable, View, ViewPart, bytes_text, html_of, view_of
 
 # Calls that move no values of this rank.
@@ -134,7 +135,7 @@ def _tensors(held: Any) -> Iterator[Tensor]:
     if isinstance(held, Tensor):
         yield held
         if held.grad is not None:
-            yield held.grad
+            yield from memory_of_gradient(held.grad)
     elif isinstance(held, nn.Module):
         yield from _tensors([*held.parameters(), *held.buffers()])
     elif isinstance(held, torch.optim.Optimizer):

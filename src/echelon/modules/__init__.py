@@ -18,6 +18,7 @@
 ``sharded_reductions`` sums, means and comparisons of parts, which are those of the whole
 ``sharded_norms``      norms of parts, and of the gradients of stages
 ``sharded_joins``      parts end to end, as in a vector of all parameters
+``kept_gradients``     what may be done with gradients that are not reduced yet
 ``sharded_rules``      the table of what functions of torch do with parts
 ``optimizer_hooks``    checks before each step of an optimizer
 ``plain_steps``        parts are plain tensors in steps of optimizers

@@ -17,11 +17,13 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 
 from echelon.errors import ArgumentError, StateError
+from echelon.modules.kept_gradients import KEPT
 from echelon.modules.sharded_arithmetic import ARITHMETIC, functions
 from echelon.modules.sharded_joins import JOINS
 from echelon.modules.sharded_norms import NORMS
 from echelon.modules.sharded_reductions import REDUCTIONS
 from echelon.modules.sharded_tensor import (
+    KEPT_RULES,
     RULES,
     Rule,
     call_plain,
@@ -142,7 +144,7 @@ _PASSED = (
     "get_device element_size __hash__ __dir__ new_zeros new_ones new_empty new_full new_tensor "
     "result_type can_cast is_same_size __array_priority__ is_distributed has_names"
 )
-_TABLE: dict[Callable[..., Any], Rule] = {
+_FACTS: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((descriptor.__get__ for descriptor in _ATTRIBUTES), call_plain),
     **dict.fromkeys((descriptor.__set__ for descriptor in _ATTRIBUTES), call_plain),
     **dict.fromkeys((descriptor.__delete__ for descriptor in _ATTRIBUTES), call_plain),
@@ -154,6 +156,9 @@ _TABLE: dict[Callable[..., Any], Rule] = {
     Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
     Tensor.ndim.__get__: _dim,  # type: ignore[attr-defined]
     Tensor.nbytes.__get__: _fact,  # type: ignore[attr-defined]
+}
+_TABLE: dict[Callable[..., Any], Rule] = {
+    **_FACTS,
     torch.autograd.backward: _backward,
     torch.autograd.grad: _gradients,
     Tensor.__repr__: _text,
@@ -169,3 +174,4 @@ _TABLE: dict[Callable[..., Any], Rule] = {
 def use_rules() -> None:
     """Let parts follow the rules; until then every use of one is refused."""
     RULES.update(_TABLE)
+    KEPT_RULES.update(_FACTS | KEPT)

@@ -6,6 +6,9 @@ memory is that of the shard under another class: code of C++ and code under
 ``DisableTorchFunctionSubclass``, such as all of ours, sees the shard. Code of users sees the whole:
 each function of torch is looked up in ``RULES``, and a function without a rule is refused.
 
+``KeptGradient`` is the class of ``.grad`` while gradients are kept that are not reduced yet. It has
+no values, and rules of its own.
+
 [Note: what a rule may do]
 A rule gives what the whole tensor would give: facts about it (``shape``), the same function on the
 shards (elementwise), or a number that the ranks combine. All ranks call what communicates, as they
@@ -34,6 +37,7 @@ Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 # By function of torch. ``sharded_rules`` fills it; a function that is not in it is refused.
 RULES: dict[Callable[..., Any], Rule] = {}
+KEPT_RULES: dict[Callable[..., Any], Rule] = {}  # of ``KeptGradient``
 _MAX_ALIASES = 8  # that are remembered before those that nobody has any more are dropped
 
 
@@ -189,6 +193,8 @@ class _SaysItIsAPart(PartOfATensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if KeptGradient in types:
+            return NotImplemented  # its own rules know what to do
         rule = RULES.get(func)
         if rule is call_plain and args:
             with DisableTorchFunctionSubclass():
@@ -213,6 +219,63 @@ class ShardedTensor(_SaysItIsAPart, Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return cast(Tensor, memo.setdefault(id(self), self.detach().clone()))
+
+
+class KeptGradient(ShardedTensor):
+    """What ``.grad`` is while gradients of this rank are kept that are not reduced yet.
+
+    It has the facts of a gradient and no values: its memory is one element that is not a number.
+    What is kept belongs to it, so whoever takes it off ``.grad`` drops that.
+
+    Attributes:
+        unsharded: the gradients that are kept, of the parameter or of each in a flat one; empty
+            when they were taken.
+        reduced: what ``.grad`` was before.
+    """
+
+    unsharded: list[Tensor | None]
+    reduced: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        rule, named = KEPT_RULES.get(func), dict(kwargs or {})
+        if rule is None:
+            kept = next(part for part in parts_in((args, named)) if isinstance(part, KeptGradient))
+            refuse_kept(kept, f"{name_of(func)}()")
+        return rule(func, args or (named.pop(next(iter(named))),), named)
+
+    def hand_over(self) -> tuple[list[Tensor | None], Tensor | None]:
+        """Return what is kept and what ``.grad`` was before, which this object forgets."""
+        taken = self.unsharded, self.reduced
+        self.unsharded, self.reduced = [], None
+        return taken
+
+    @property
+    def kept_nbytes(self) -> int:
+        """The bytes of what is kept."""
+        return sum(gradient.nbytes for gradient in self.unsharded if gradient is not None)
+
+
+def kept_gradient(
+    like: Tensor, sharding: Sharding, unsharded: list[Tensor | None], reduced: Tensor | None
+) -> KeptGradient:
+    """Make a ``KeptGradient`` with the memory of ``like``."""
+    kept: KeptGradient = Tensor._make_subclass(KeptGradient, like)
+    kept._sharding, kept.unsharded, kept.reduced = sharding, unsharded, reduced
+    return kept
+
+
+def memory_of_gradient(gradient: Tensor) -> list[Tensor]:
+    """The tensors with the values of a gradient: itself, or what is kept in its place."""
+    if not isinstance(gradient, KeptGradient):
+        return [gradient]
+    return [held for held in (*gradient.unsharded, gradient.reduced) if held is not None]
 
 
 class ShardedParameter(_SaysItIsAPart, nn.Parameter):
@@ -274,6 +337,8 @@ def unmarked(tensor: Tensor) -> Tensor:
     """The same memory as a plain tensor."""
     if type(tensor) is Tensor:
         return tensor
+    if isinstance(tensor, KeptGradient):
+        refuse_kept(tensor, "reading the values")
     with DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
 
@@ -337,6 +402,16 @@ def parts_in(values: Any) -> list[Tensor]:
     elif not isinstance(values, list | tuple):
         return []
     return [part for value in values for part in parts_in(value)]
+
+
+def refuse_kept(gradient: KeptGradient, what: str) -> NoReturn:
+    """Raise the error for a use of a gradient that has no values yet."""
+    raise StateError(
+        f"{what} of the gradient of {sharding_of(gradient).describe()}: backwards under no_sync() "
+        "have kept gradients of this rank's rows that are not reduced yet, so .grad has no values. "
+        "Reduce them first, by sync_gradients() or a backward outside of no_sync() (in a pipeline "
+        "by a step() that finalizes), and scale the loss in place of .grad; zero_grad() drops them"
+    )
 
 
 def refuse(

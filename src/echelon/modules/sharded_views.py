@@ -18,6 +18,7 @@ from echelon.modules.sharded_arithmetic import (
     without_gradient,
 )
 from echelon.modules.sharded_tensor import (
+    KeptGradient,
     Rule,
     Sharding,
     call_plain,
@@ -26,6 +27,7 @@ from echelon.modules.sharded_tensor import (
     mark,
     part_aliases,
     refuse,
+    refuse_kept,
     remember_alias,
     sharding_of,
     unmarked,
@@ -131,7 +133,10 @@ def set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def set_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``parameter.grad = value``: a plain value is that of the whole parameter."""
     target, value = args
-    if isinstance(value, Tensor):
+    if isinstance(value, KeptGradient):
+        if not sharding_of(target).is_like(sharding_of(value)):
+            refuse_kept(value, "setting .grad of another parameter to it, a use")
+    elif isinstance(value, Tensor):
         home = sharding_of(target)
         if is_part(value) and sharding_of(value).is_like(home):
             local = local_shard(value)

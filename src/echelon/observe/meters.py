@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from echelon import checks
 from echelon.comm.streams import device_of
 from echelon.events import Event, PeakBytes
-from echelon.modules.sharded_tensor import local_shard
+from echelon.modules.sharded_tensor import local_shard, memory_of_gradient
 
 Look = Callable[[], Mapping[str, int]]
 
@@ -258,7 +258,9 @@ def tensor_bytes(
     categories: dict[str, Iterable[Tensor]] = {
         "parameters": parameters,
         "buffers": model.buffers(),
-        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "gradients": [
+            held for p in parameters if p.grad is not None for held in memory_of_gradient(p.grad)
+        ],
         "optimizer state": [
             value for state in states for value in state.values() if isinstance(value, Tensor)
         ],
