@@ -52,6 +52,7 @@ FIXED: dict[str, str] = {
     ":_MAX_MESSAGE": "how long a text is",
     ":_NUM_LISTED": "how long a text is",
     ":_TEXT": "how long a text is",
+    ":_WRITTEN": "a version that no tensor has",
     ":_MAX_FRAMES": "how far an error looks for the line of the user",
     "_S": "seconds",
     "comm.secret:": "the lengths of keys",

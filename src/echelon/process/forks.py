@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol, final
 
 from echelon.errors import StateError
+from echelon.errors.message_text import standard_error
 from echelon.process.operating_system import at_fork
 from echelon.process.process_end import end_now, exit_code_of, exit_text_of
 
@@ -76,7 +76,7 @@ def ends_forks() -> Iterator[None]:
         if before is _mark:
             raise
         if text := exit_text_of(end):
-            print(text, file=sys.stderr)
+            print(text, file=standard_error())
         code = exit_code_of(end)
     except BaseException:
         if before is _mark:
