@@ -273,16 +273,20 @@ def weights_are_what_microbatches_count(world: World) -> None:
 
 
 @option("step.finalize")
-def finalize_reduces_gradients(world: World) -> None:
-    """A parameter that both ranks have: its gradient is whole only then."""
+def finalize_completes_gradients(world: World) -> None:
+    """Hooks see a gradient once it is complete. One that both ranks have is whole between steps."""
     for finalize in (True, False):
+        seen: list[Tensor] = []
         shared = build("plain", 2)[0]
         model = nn.Sequential(copy.deepcopy(shared))
+        for param in shared.parameters():
+            param.register_post_accumulate_grad_hook(seen.append)
         pipe = pipeline(world, stages=[shared, nn.Sequential(shared, nn.Tanh())])
         mine = stepped(pipe, finalize=finalize)
         x, y = batch(8)
         mse(torch.tanh(model(model(x))), y).backward()
-        assert differ(mine, [param.grad for param in model.parameters()]) != finalize
+        assert not differ(mine, [param.grad for param in model.parameters()])
+        assert len(seen) == (len(mine) if finalize else 0)
 
 
 @pytest.mark.slow
