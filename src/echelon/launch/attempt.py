@@ -20,7 +20,9 @@ from echelon.diagnosis.failure_report import failure_report
 from echelon.diagnosis.flight_recorder import RankStatus, where_of
 
 # These ask a job to stop with time to save, so that it can be resumed.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# Those that this system has; simulated ranks, whose ends are told by the same rules, run anywhere.
+_STOPS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}
+STOP_SIGNALS = tuple(each for each in signal.Signals if each.name in _STOPS)
 FILE = "attempts.jsonl"  # where a job that nobody has launched keeps its attempts
 
 

@@ -81,7 +81,7 @@ def attempt_of(ends: Collection[RankEnd], ranks: int) -> Attempt:
     return Attempt(
         number=1,
         most=1,
-        codes=dict.fromkeys(left_behind, -signal.SIGKILL) | {end.rank: end.code for end in ends},
+        codes=dict.fromkeys(left_behind, -signal.SIGTERM) | {end.rank: end.code for end in ends},
         signaled=left_behind,
         raised=tuple(record.rank for record in records if not record.follows),
         noticed=tuple(record.rank for record in records if record.follows),
