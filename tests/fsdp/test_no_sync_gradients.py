@@ -288,3 +288,43 @@ def test_zero_grad_between_the_steps_of_a_sharded_pipeline_drops_what_was_kept()
         optimizer.step()
     for state in ec.run(accumulates_in_stages, 4):
         torch.testing.assert_close(state, list(plain.state_dict().values()))
+
+
+def steps_with_closures(world: ec.World, strategy: ec.Strategy | None) -> list[float]:
+    """The weights after a step whose closure reduces, and one whose closure does not."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(4, 4).double()
+    x = torch.arange(8, dtype=torch.float64).view(2, 4)
+    if strategy is not None:
+        model = ec.FSDP(model, world.group, strategy=strategy, min_num_params=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss: Tensor = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    def unreduced() -> Tensor:
+        with model.no_sync():
+            return closure()
+
+    unreduced() if isinstance(model, ec.FSDP) else closure()
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    if not isinstance(model, ec.FSDP):
+        return [param.sum().item() for param in model.parameters()]
+    with pytest.raises(ec.StateError, match=r"a step of AdamW .* not reduced yet"):
+        optimizer.step(unreduced)
+    with model.full_parameters():
+        return [param.sum().item() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.SHARD_GRAD_OP, ec.Strategy.NO_SHARD]
+)
+def test_a_step_takes_what_its_closure_has_reduced_and_refuses_what_it_has_not(
+    strategy: ec.Strategy,
+) -> None:
+    (expected,) = ec.run(steps_with_closures, 1, args=(None,))
+    for found in ec.run(steps_with_closures, 2, args=(strategy,)):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, final
 
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import Optimizer
 
 from echelon.errors import StateError
@@ -23,7 +22,8 @@ from echelon.fsdp.storage import Storage
 from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
 from echelon.modules.optimizer_trial import Cut
 from echelon.modules.partial_steps import allow_other_steps, refuse_other_steps
-from echelon.modules.sharded_tensor import KeptGradient, is_part, refuse_kept, sharding_of
+from echelon.modules.plain_steps import refuse_kept_gradients
+from echelon.modules.sharded_tensor import is_part, sharding_of
 from echelon.modules.wrapper import no_assign
 
 
@@ -180,12 +180,10 @@ class WaitForForwards(StepCheck):
 class NeedsReducedGradients(StepCheck):
     """Refuses a step over gradients that ``no_sync`` keeps, before it has changed anything."""
 
+    is_of_gradients = True
+
     def before_step(self, optimizer: Optimizer) -> None:
-        with DisableTorchFunctionSubclass():
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if isinstance(param.grad, KeptGradient):
-                        refuse_kept(param.grad, f"a step of {type(optimizer).__name__}")
+        refuse_kept_gradients(optimizer)
 
 
 _NEEDS_REDUCED = NeedsReducedGradients()  # one, which runs once for all parameters of a step

@@ -18,14 +18,20 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.comm.compiler_bypass import bypass_compiler
-from echelon.modules.plain_steps import make_steps_plain
+from echelon.modules.plain_steps import closure_of, make_steps_plain
 
 
 class StepCheck(ABC):
     """A check before a step over some parameters, which may refuse the step, or wait.
 
     It must not keep the owner of the parameters alive.
+
+    Attributes:
+        is_of_gradients: whether it looks at gradients. The closure of a step makes others, so such
+            a check does not run before a step that has one (``plain_steps`` looks after it).
     """
+
+    is_of_gradients = False
 
     @abstractmethod
     def before_step(self, optimizer: Optimizer) -> None:
@@ -72,7 +78,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         by_param = (_checks.get(param, {}).values() for param in params)
         checks = list(dict.fromkeys(check for checks in by_param for check in checks))
         _known[optimizer] = ids, checks
+    has_closure = callable(closure_of(args, kwargs))
     for check in checks:
-        check.before_step(optimizer)
+        if not (has_closure and check.is_of_gradients):
+            check.before_step(optimizer)
     if checks:
         make_steps_plain(optimizer)

@@ -10,7 +10,7 @@ it: then the next forward, backward or step switches back.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,13 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import Optimizer
 
 from echelon.comm.compiler_bypass import bypass_compiler
-from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor, sharding_of
+from echelon.modules.sharded_tensor import (
+    KeptGradient,
+    ShardedParameter,
+    ShardedTensor,
+    refuse_kept,
+    sharding_of,
+)
 from echelon.modules.stage_gradients import JoinedStages, StageGradient
 
 # By optimizer whose step is under way: what is plain meanwhile, and of which class it is.
@@ -46,10 +52,15 @@ def make_steps_plain(optimizer: Optimizer) -> None:
 _KEY = -32  # of our hooks among those of an optimizer, whose keys torch counts from 0
 
 
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The closure that a step was given, whose arguments a hook gets with the optimizer first."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
 @bypass_compiler
 def _switch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _make_plain(optimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = closure_of(args, kwargs)
     if not callable(closure):
         return None
     if len(args) > 1:
@@ -69,11 +80,26 @@ def _with_parts(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[]
     def with_parts() -> Any:
         _restore(optimizer)
         try:
-            return closure()
+            loss = closure()
+            refuse_kept_gradients(optimizer)
+            return loss
         finally:
             _make_plain(optimizer)
 
     return with_parts
+
+
+def refuse_kept_gradients(optimizer: Optimizer) -> None:
+    """Refuse a step over gradients that ``no_sync`` keeps, before it has changed anything.
+
+    Raises:
+        StateError: a parameter has one.
+    """
+    with DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if isinstance(param.grad, KeptGradient):
+                    refuse_kept(param.grad, f"a step of {type(optimizer).__name__}")
 
 
 def _make_plain(optimizer: Optimizer) -> None:
