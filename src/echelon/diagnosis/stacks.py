@@ -30,6 +30,7 @@ from echelon.diagnosis.flight_recorder import Phase, RankStatus
 from echelon.process import time_limits
 from echelon.process.operating_system import c_function
 from echelon.process.process_status import ProcessStatus
+from echelon.process.thread_frames import current_frames
 
 _NAME = "echelon stacks"
 if sys.platform != "win32":
@@ -123,7 +124,7 @@ def hide(function: FunctionType) -> None:
 
 def of_this_process(thread: int) -> Stack:
     """The stack of a thread of this process, the innermost line last."""
-    frame = sys._current_frames().get(thread)
+    frame = current_frames().get(thread)
     if frame is None:
         return []
     frames = [f for f in traceback.walk_stack(frame) if f[0].f_code not in _hidden]

@@ -27,6 +27,7 @@ from _pytest._code.code import ReprTraceback
 from echelon.errors import CommError, EchelonError
 from echelon.errors.message_text import ranks_text
 from echelon.process.background_threads import tell_to_end
+from echelon.process.thread_frames import current_frames
 
 _PACKAGE = Path(__file__).parent.parent
 _MOST_SHOWN = 2  # failures of other ranks at other places, each with its traceback
@@ -153,7 +154,7 @@ class RankOutcomes:
 
     def end_others(self) -> None:
         """After a failure: record where the other ranks are, and tell those that run to end."""
-        frames = sys._current_frames()
+        frames = current_frames()
         for rank in sorted(set(range(self.size)) - self.ends.keys()):
             place = ""
             if thread := self.threads.get(rank):

@@ -12,6 +12,7 @@
 ``fork_server``         the process that local ranks are forked from
 ``process_end``         the exit code of a process, and what it has printed
 ``background_threads``  threads beside the one that runs the script
+``thread_frames``       where the threads of this process are now
 ``main_thread``         what only the main thread may do, done for ranks that are other threads
 ``this_rank``           which rank the calling thread is, and what it has as one
 ``replacement``         a function of Python or torch that is replaced for a while

@@ -20,6 +20,7 @@ from typing import Any, Self, final
 from echelon.comm.threads.running_time import stopped_time
 from echelon.process.background_threads import run_in_background
 from echelon.process.replacement import Installation, Replacement
+from echelon.process.thread_frames import current_frames
 
 _LOOK_S = 0.05
 _WAITS = ("pydevd.py", "_do_wait_suspend")  # the file and the function in which debugpy waits
@@ -90,7 +91,7 @@ class DebuggerWatch:
 
     def _look_at_stacks(self) -> None:
         """Stop the clock if a thread is in the debugger now, or let it run again."""
-        stopped = any(map(is_in_debugpy, sys._current_frames().values()))
+        stopped = any(map(is_in_debugpy, current_frames().values()))
         if stopped and not self._is_stopped:
             self._stop.enter_context(stopped_time())
         elif self._is_stopped and not stopped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from types import FrameType
 from typing import final
@@ -10,6 +9,7 @@ from typing import final
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors.message_text import line_of, ranks_text
+from echelon.process.thread_frames import current_frames
 
 
 @final
@@ -30,7 +30,7 @@ class RankState:
 
 def rank_states(thread_world: ThreadWorld) -> list[RankState]:
     """The states of all ranks now, of which that of the caller is not known to be stopped."""
-    frames = sys._current_frames()
+    frames = current_frames()
     states = []
     with thread_world.lock:
         for rank, sighting in enumerate(thread_world.sightings):

@@ -13,12 +13,12 @@ counts as idle only when it is seen in the same wait ``LOOKS`` times, ``LOOK_S``
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from echelon.comm.threads.running_time import running_s
+from echelon.process.thread_frames import current_frames
 
 LOOK_S = 0.1
 LOOKS = 3
@@ -89,7 +89,7 @@ def _wait_of(number: int, *, with_limit: bool) -> tuple[int, int] | None:
         number: of the thread.
         with_limit: whether a wait that has a limit of time counts.
     """
-    frame = sys._current_frames().get(number)
+    frame = current_frames().get(number)
     if frame is None:
         return None
     code = frame.f_code
