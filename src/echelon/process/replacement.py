@@ -6,9 +6,10 @@ notebook, and a user may do so as well. They come and go in any order.
 [Note: ways to replace an attribute]
 There are three, and each has its reason. [1] What all ranks of a process shall find, for a while or
 until it ends, is a ``Replacement``, because others may replace the same attribute. [2] What each
-simulated rank shall find for itself is a ``Place`` (``comm.threads.replaced_names``), because ranks
-take turns in one process. [3] An attribute of one object that nobody else replaces, such as the
-``forward`` of a layer that one stage has, is set on the object, because it shall end with that.
+simulated rank shall find for itself is a ``Place`` (``comm.threads.replaced_names``), or a single
+attribute by ``register_variable``, because ranks take turns in one process. [3] An attribute of one
+object that nobody else replaces, such as the ``forward`` of a layer that one stage has, is set on
+the object, because it shall end with that.
 """
 
 from __future__ import annotations

@@ -207,18 +207,18 @@ def _draft_of(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: something has come to be at ``target``, or the disk fails.
     """
-    folder = target.parent
+    draft = target.parent  # until there is a folder for it
     try:
         with _leaving_nothing(target.parent):
             files.make_folder(target.parent)
-            with draft_folder(target) as folder:
-                yield folder / target.name
-                sync_tree(folder)
-                move_new(folder / target.name, target)
+            with draft_folder(target) as draft:
+                yield draft / target.name
+                sync_tree(draft)
+                move_new(draft / target.name, target)
     except OSError as error:
-        draft = Path(error.filename or target)
-        if draft.is_relative_to(folder):  # whoever reads the error knows the target only
-            error.filename = str(target.parent / draft.relative_to(folder))
+        failed = Path(error.filename or target)
+        if failed.is_relative_to(draft):  # whoever reads the error knows the target only
+            error.filename = str(target.parent / failed.relative_to(draft))
         raise named(error, None) from error
 
 
