@@ -39,8 +39,8 @@ class GradientReducer:
         order: ExecutionOrder,
     ) -> None:
         self._units, self._groups, self._options, self._order = units, groups, options, order
-        # By unit whose gradients are set aside, what ``no_sync`` has kept of them.
-        self._kept: dict[int, list[Tensor | None]] = {}
+        # By unit whose gradients are set aside, what ``no_sync`` has kept of them, if anything.
+        self._kept: dict[int, list[Tensor | None] | None] = {}
         self._places = {
             param: (u, shard, i)
             for u, unit in enumerate(units)
@@ -71,15 +71,20 @@ class GradientReducer:
 
     def set_aside(self, u: int) -> list[list[bool] | None]:
         """Take what a unit has off its parameters, kept gradients and reduced ones."""
-        kept: list[Tensor | None] = []
-        reduced = []
-        for shard in self._units[u].gradient_shards:
-            aside = shard.set_aside()
-            reduced.append(aside.reduced)
-            kept += aside.kept or [None] * len(shard.storage.params)
-        self._kept_nbytes -= _nbytes(kept)
-        self._kept[u] = kept
-        return reduced
+        shards = self._units[u].gradient_shards
+        asides = [shard.set_aside() for shard in shards]
+        self._kept[u] = None
+        if any(aside.kept for aside in asides):
+            kept: list[Tensor | None] = []
+            for shard, aside in zip(shards, asides, strict=True):
+                kept += aside.kept or [None] * len(shard.storage.params)
+            self._kept_nbytes -= _nbytes(kept)
+            self._kept[u] = kept
+        return [aside.reduced for aside in asides]
+
+    def _nothing_of(self, u: int) -> list[Tensor | None]:
+        """No gradient of any parameter of a unit."""
+        return [None] * len(self._units[u].trainable)
 
     def collect(self, current: BackwardPass, u: int) -> list[Tensor | None]:
         """Detach the gradients of a complete unit, and note how many bytes wait."""
@@ -95,6 +100,8 @@ class GradientReducer:
         for param in unit.trainable:
             param.grad = None
         kept = self._kept.pop(u)
+        if kept is None:
+            return gradients
         return [
             new if old is None else old if new is None else old + new.to(old.dtype)
             for old, new in zip(kept, gradients, strict=True)
@@ -134,8 +141,9 @@ class GradientReducer:
             return
         u, shard, i = self._places[param]
         if u in self._kept:  # a backward goes through the unit, and adds all at its end
-            kept, index = self._kept[u], self._indices[param]
+            kept, index = self._kept[u] or self._nothing_of(u), self._indices[param]
             kept[index] = shard.added(kept[index], gradient)
+            self._kept[u] = kept
             return
         self._kept_nbytes += shard.add_kept(i, gradient)
 
@@ -143,7 +151,7 @@ class GradientReducer:
         """The gradients of a unit that backward did not reach: those that ``no_sync`` kept."""
         with torch.no_grad():
             current.reduced_before[u] = self.set_aside(u)
-        return self._kept.pop(u)
+        return self._kept.pop(u) or self._nothing_of(u)
 
     def launch_ready(self, current: BackwardPass, gets_none: Callable[[int], bool]) -> None:
         """Launch the reductions that come next in the order of all ranks and may go.
@@ -259,7 +267,7 @@ class GradientReducer:
                     param.grad = None
             if u in self._kept:
                 unit.hide()
-                self._show_kept(u, self._kept.pop(u))
+                self._show_kept(u, self._kept.pop(u) or self._nothing_of(u))
 
 
 def _replica_check(units: Sequence[Unit], groups: HybridGroups, every: int) -> ReplicaCheck:

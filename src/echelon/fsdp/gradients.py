@@ -130,7 +130,7 @@ class Slots:
         i, self._next = self._next, (self._next + 1) % len(self._slots)
         self._users[i] = user
         slot = self._slots[i]
-        if not slot.untyped_storage().nbytes():
+        if not self._windows and not slot.untyped_storage().nbytes():
             self._device.resize(slot.untyped_storage(), slot.nbytes)
         return i, slot
 
@@ -167,12 +167,13 @@ class GradientShard:
         self.wire_dtype, self.grad_dtype = wire_dtype, grad_dtype
         self.views: list[Tensor] = []
         self._flat: Tensor | None = None
-        self._homes: list[Tensor] = []  # the memory of ``views``, which users can exchange
+        self._part: Tensor | None = None  # ``flat`` and the padding behind it
+        self._addresses: list[int] = []  # of ``views``, whose memory users can exchange
         self._held_by_us: list[int] = []  # the references to ``views`` and ``flat``
         self._rounds = torch.promote_types(wire_dtype, grad_dtype) != grad_dtype
         self._sum: Tensor | None = None  # the exact sum, where ``views`` hold the rounded one
         self._version = 0  # of ``flat``, when it was last the rounded sum
-        self._slot_views: dict[int, Sequence[Tensor | list[Tensor]]] = {}  # by index of a slot
+        self._buffers: dict[int, GradientBuffer] = {}  # by index of the slot whose memory it is
         if grad_dtype != storage.dtype:
             for param in storage.optimizer_params:
                 param.grad_dtype = None  # otherwise torch requires the dtype of the parameter
@@ -197,9 +198,11 @@ class GradientShard:
         if self._flat is None:
             storage = self.storage
             part = storage.devices.empty_shard(storage.part_numel, self.grad_dtype).zero_()
-            self._flat = part[: storage.shard_numel]
-            self._homes = self._views_of(self._flat)
+            has_padding = storage.part_numel != storage.shard_numel
+            self._part, self._flat = part, part[: storage.shard_numel] if has_padding else part
             self.views = storage.mark_gradients(self._views_of(self._flat))
+            with DisableTorchFunctionSubclass():
+                self._addresses = [*map(Tensor.data_ptr, self.views)]
             self._held_by_us = count_references(self._flat, self.views)
         return self._flat
 
@@ -218,14 +221,15 @@ class GradientShard:
 
     def _leave_memory(self) -> None:
         """Use new memory, and new views of it, from now on."""
-        self._flat, self._homes, self.views = None, [], []
+        self._flat = self._part = None
+        self._addresses, self.views = [], []
 
     def _leave_to_holders(self) -> None:
         """Use new memory from now on if somebody keeps gradients; see the note."""
         flat = self._flat
         if flat is not None and (
             count_references(flat, self.views) != self._held_by_us
-            or not all(map(Tensor.is_set_to, self._homes, self.views))
+            or [*map(Tensor.data_ptr, self.views)] != self._addresses
         ):
             self._leave_memory()
 
@@ -238,33 +242,31 @@ class GradientShard:
 
     def acquire_slot(self, user: Reduction, *, wait: bool) -> GradientBuffer:
         """The memory in which the gradients travel: a slot, or without one memory of its own."""
-        numel, slot = self.storage.layout.padded_numel, self.slots.acquire(user, wait=wait)
+        slot = self.slots.acquire(user, wait=wait)
         if slot is None:
-            device = self.storage.devices.device
-            memory = torch.empty(numel, dtype=self.wire_dtype, device=device)
-            return GradientBuffer(memory, self._views_in(memory))
+            numel, device = self.storage.layout.padded_numel, self.storage.devices.device
+            return self._buffer_in(torch.empty(numel, dtype=self.wire_dtype, device=device))
         i, memory = slot
-        memory = memory[:numel]
-        views = self._slot_views.get(i)
-        if views is None:
-            views = self._slot_views[i] = self._views_in(memory)
-        return GradientBuffer(memory, views)
+        if i not in self._buffers:
+            self._buffers[i] = self._buffer_in(memory[: self.storage.layout.padded_numel])
+        return self._buffers[i]
 
-    def _views_in(self, memory: Tensor) -> Sequence[Tensor | list[Tensor]]:
+    def _buffer_in(self, memory: Tensor) -> GradientBuffer:
         if not self.storage.rows:
-            return self.storage.views_in(memory)
+            return GradientBuffer(memory, self.storage.views_in(memory))
         views: list[Tensor | list[Tensor]] = []
         for pieces, shape in zip(self.storage.row_pieces, self.storage.layout.shapes, strict=True):
             parts = [piece.view(memory, shape) for piece in pieces]
             is_whole = len(parts) == 1 and parts[0].shape == shape
             views.append(parts[0] if is_whole else parts)
-        return views
+        return GradientBuffer(memory, views)
 
     @property
     def part(self) -> Tensor:
         """``flat`` and the padding behind it, as a reduction writes it."""
-        numel = self.storage.part_numel
-        return self.flat if self.flat.numel() == numel else self.flat.as_strided((numel,), (1,))
+        _ = self.flat  # this allocates it
+        assert self._part is not None
+        return self._part
 
     def _check_not_taken(self, gradients: Sequence[Tensor | None]) -> None:
         """Refuse what was once ``.grad``, if it was set again after others were added to it."""
@@ -368,11 +370,11 @@ class GradientShard:
     def _others(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
         """By index, what the user has set in the place of our view, or in that of its memory."""
         _ = self.flat  # this makes the views, if it is their first use
-        shown = zip(gradients, self.views, self._homes, strict=True)
+        shown = zip(gradients, self.views, self._addresses, strict=True)
         return {
             i: gradient
-            for i, (gradient, view, home) in enumerate(shown)
-            if gradient is not view or not home.is_set_to(view)
+            for i, (gradient, view, address) in enumerate(shown)
+            if gradient is not view or view.data_ptr() != address
         }
 
     def _replace(self, others: Mapping[int, Tensor | None]) -> None:

@@ -96,10 +96,10 @@ def refuse_kept_gradients(optimizer: Optimizer) -> None:
         StateError: a parameter has one.
     """
     with DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if isinstance(param.grad, KeptGradient):
-                    refuse_kept(param.grad, f"a step of {type(optimizer).__name__}")
+        gradients = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    if KeptGradient in map(type, gradients):  # which stays in C, unlike a loop
+        kept = next(gradient for gradient in gradients if isinstance(gradient, KeptGradient))
+        refuse_kept(kept, f"a step of {type(optimizer).__name__}")
 
 
 def _make_plain(optimizer: Optimizer) -> None:

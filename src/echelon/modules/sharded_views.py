@@ -133,7 +133,9 @@ def set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def set_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``parameter.grad = value``: a plain value is that of the whole parameter."""
     target, value = args
-    if isinstance(value, KeptGradient):
+    if value is None:
+        pass
+    elif isinstance(value, KeptGradient):
         if not sharding_of(target).is_like(sharding_of(value)):
             refuse_kept(value, "setting .grad of another parameter to it, a use")
     elif isinstance(value, Tensor):
