@@ -172,11 +172,6 @@ class DeviceKind(ABC):
 
     # Facts and generators --------------------------------------------------------------------
 
-    @final
-    def autocasts(self) -> bool:
-        """Whether autocast is on."""
-        return torch.is_autocast_enabled(self.device.type)
-
     @abstractmethod
     def name(self) -> str:
         """The product that a CUDA device is; of others what torch calls them."""
@@ -412,6 +407,11 @@ def device_of(device: torch.device) -> DeviceKind:
         True
     """
     return kinds.get(device.type, _plain_device)(device)
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device: asked by layers, so that it looks up no object."""
+    return torch.is_autocast_enabled(device.type)
 
 
 def _default_generator() -> torch.Generator:

@@ -200,27 +200,30 @@ class TaggedLink(Link):
         """Send the output of a stage to the next one."""
         works: list[Work] = []
         memory: list[Tensor] = []
-
-        def isend(kind: MessageKind, tensor: Tensor) -> None:
-            memory.append(tensor)
-            works.extend(self.isend(microbatch, kind, tensor))
-
         last_spec = self.last_specs.get((step.training, microbatch))
         if last_spec is None or not last_spec.is_identical(value.spec):
-            self._send_spec(value.spec, () if last_spec is None else last_spec.tensors, isend)
+            expected = () if last_spec is None else last_spec.tensors
+            works, memory = self._send_spec(microbatch, value.spec, expected)
             self.last_specs[step.training, microbatch] = value.spec
         message, large = self._packed(LENGTH_NBYTES, value.spec.tensors, value.tensors)
         sent, sent_memory = self._isend_packed(microbatch, VALUE, message, large)
         return self._pending(works + sent, memory + sent_memory, message)
 
     def _send_spec(
-        self,
-        spec: BoundarySpec,
-        expected: tuple[TensorSpec, ...],
-        isend: Callable[[MessageKind, Tensor], None],
-    ) -> None:
-        """Fill the buffers that the receiver posted for the last spec, and then send a new one."""
+        self, microbatch: int, spec: BoundarySpec, expected: tuple[TensorSpec, ...]
+    ) -> tuple[list[Work], list[Tensor]]:
+        """Fill the buffers that the receiver posted for the last spec, and then send a new one.
+
+        Returns all that, and its memory.
+        """
         device = self._group.device
+        works: list[Work] = []
+        memory: list[Tensor] = []
+
+        def isend(kind: MessageKind, tensor: Tensor) -> None:
+            memory.append(tensor)
+            works.extend(self.isend(microbatch, kind, tensor))
+
         data = spec.to_bytes()
         message = PackedMessage(LENGTH_NBYTES, expected, device)
         message.about = f"how many bytes the spec of outputs of stage {self.boundary} has"
@@ -229,6 +232,7 @@ class TaggedLink(Link):
         for large in message.large_specs:
             isend(MessageKind.LARGE, torch.zeros(large.shape, dtype=large.dtype, device=device))
         isend(MessageKind.SPEC, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
+        return works, memory
 
     @without_torch_function
     def recv_forward(self, microbatch: int, step: StepSpecs) -> ForwardRecv:

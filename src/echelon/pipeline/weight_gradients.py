@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.comm.streams import device_of
+from echelon.comm.streams import autocasts, device_of
 from echelon.modules.autograd import (
     add_row_gradients,
     add_weight_gradient,
@@ -171,7 +171,7 @@ def _applies(weight: Tensor, x: Tensor) -> bool:
         and weight.requires_grad
         and torch.is_grad_enabled()
         and x.dim() > 0
-        and not device_of(x.device).autocasts()
+        and not autocasts(x.device)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
     )
