@@ -82,16 +82,18 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def has_tangent(tensor: Tensor) -> bool:
-    """Whether forward-mode differentiation goes through ``tensor``."""
-    if forward_ad._current_level < 0 or not tensor.is_floating_point():
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None
-
-
 def in_other_differentiation(tensors: Iterable[Tensor]) -> bool:
-    """Whether ``torch.func`` runs, or forward-mode differentiation goes through a tensor."""
-    return in_transform() or any(map(has_tangent, tensors))
+    """Whether ``torch.func`` runs, or forward-mode differentiation goes through a tensor.
+
+    Outside of both, nobody looks for ``tensors``, which may be a search.
+    """
+    if forward_ad._current_level < 0:
+        return in_transform()
+    return in_transform() or any(map(_has_tangent, tensors))
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def will_accumulate(param: Tensor) -> bool:

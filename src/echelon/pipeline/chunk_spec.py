@@ -108,8 +108,14 @@ class NamedLeaf:
     """A value in the arguments, what errors call it, and what the user said about it."""
 
     value: Any
-    name: str
+    tree: str
+    path: Sequence[Any]
     spec: Replicate | TensorChunkSpec | None
+
+    @property
+    def name(self) -> str:
+        """The name of the tree, and where in it this is; made for errors only."""
+        return f"{self.tree}{pytree.keystr(tuple(self.path))}"
 
     def is_split(self, num_rows: int) -> bool:
         """Whether it is cut with a batch of ``num_rows``, into which it fits."""
@@ -139,27 +145,27 @@ class NamedLeaf:
         return f"{self.name} of shape {list(self.value.shape)}"
 
 
-def named_leaves(tree: Any, spec: Any, what: str) -> list[NamedLeaf]:
-    """The values in ``tree``, which errors call ``what``; refuses those that hide tensors.
+def named_leaves(tree: Any, spec: Any, what: str) -> tuple[list[NamedLeaf], pytree.TreeSpec]:
+    """The values in ``tree``, which errors call ``what``, and how they are nested.
+
+    Refuses values that hide tensors.
 
     Example:
         >>> mask = torch.ones(3, 3)
-        >>> [leaf.spec for leaf in named_leaves((mask, {"m": mask}), (None, Replicate()), "input")]
-        [None, Replicate()]
+        >>> leaves, _ = named_leaves((mask, {"m": mask}), (None, Replicate()), "input")
+        >>> [leaf.spec for leaf in leaves], leaves[1].name
+        ([None, Replicate()], "input[1]['m']")
     """
     if what == "input" and spec is not None and len(spec) != len(tree):
         raise ArgumentError(
             f"args_chunk_spec has {len(spec)} specs for {len(tree)} arguments: give one for each, "
             "None for the rule"
         )
-    paths, _ = pytree.tree_flatten_with_path(tree)
-    leaves = [
-        NamedLeaf(value, f"{what}{pytree.keystr(path)}", _spec_at(spec, path))
-        for path, value in paths
-    ]
+    paths, structure = pytree.tree_flatten_with_path(tree)
+    leaves = [NamedLeaf(value, what, path, _spec_at(spec, path)) for path, value in paths]
     for leaf in leaves:
         _check_leaf(leaf)
-    return leaves
+    return leaves, structure
 
 
 def _spec_at(spec: Any, path: Sequence[Any]) -> Any:

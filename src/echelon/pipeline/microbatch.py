@@ -24,6 +24,7 @@ from echelon.comm.group import Group
 from echelon.comm.streams import device_of
 from echelon.errors import ArgumentError
 from echelon.modules.autograd import in_other_differentiation
+from echelon.modules.nested import tensors
 from echelon.pipeline.chunk_spec import (
     ChunkSpecs,
     NamedLeaf,
@@ -63,8 +64,7 @@ def split_batch(
     """
     if num_parts < 1:
         raise ArgumentError(f"microbatches must be > 0, not {num_parts}")
-    structure = pytree.tree_structure(batch)
-    leaves = named_leaves(batch, spec, what)
+    leaves, structure = named_leaves(batch, spec, what)
     if total is None:
         total = _rows_of(leaves, what)
         _check_lengths(leaves, total)
@@ -205,7 +205,7 @@ class BatchSplitter:
         kinds: StepKinds,
     ) -> None:
         self._group, self._reduction, self._specs = group, loss_reduction, specs
-        self._kinds = kinds
+        self._kinds, self._device = kinds, device_of(group.device)
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
         self._max_microbatches = schedule.num_microbatches
 
@@ -271,7 +271,7 @@ class BatchSplitter:
             raise ArgumentError(
                 f"Pipeline: rank {rank} must provide a target, because it has the last stage"
             )
-        named = named_leaves(dict(kwargs), self._specs.kwargs, "kwargs") if kwargs else []
+        named = named_leaves(dict(kwargs), self._specs.kwargs, "kwargs")[0] if kwargs else []
         sure, open_ = (
             [leaf for leaf in named if leaf.is_declared],
             [leaf for leaf in named if leaf.is_undecided],
@@ -283,7 +283,7 @@ class BatchSplitter:
         if rank == self._last and target is not None:
             trees["target"] = (target, self._specs.target)
         for what, (tree, spec) in trees.items():
-            leaves = named_leaves(tree, spec, what)
+            leaves, _ = named_leaves(tree, spec, what)
             _check_enough(
                 _rows_of(leaves, what), self._max_microbatches if training else 1, "the batch"
             )
@@ -303,7 +303,7 @@ class BatchSplitter:
         """
         facts = (_UNUSABLE, 0, 0, 0, 0) if problem else facts
         numbers = (*facts, *kind)
-        local = device_of(self._group.device).numbers(numbers, torch.int64)
+        local = self._device.numbers(numbers, torch.int64)
         gathered = local.new_empty(self._group.size * len(numbers))
         self._group.all_gather_single(gathered, local, label="rows of the batch")
         by_rank: list[list[int]] = gathered.view(self._group.size, -1).tolist()
@@ -395,8 +395,7 @@ class _Given:
 
 
 def _check_transforms(value: Any) -> None:
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    if in_other_differentiation(leaves):
+    if in_other_differentiation(tensors(value)):
         raise ArgumentError(
             "a pipeline inside of torch.func (grad, jvp, vmap, ...) or of forward-mode "
             "differentiation: its stages run on several ranks, and such derivatives on one. Take "
