@@ -21,6 +21,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import json
+import math
 import select
 import shutil
 import socket
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -149,7 +150,7 @@ def ddp(group: ec.Group) -> Iterator[Item]:
     """Steps of the GPT and of many small layers, the model replicated."""
     for task, num_samples in (
         (gpt_task(group.rank, GPTConfig()), 5),
-        (many_small_task(group.rank), 12),
+        (many_small_task(group.rank), 24),
     ):
         step = step_of(task, ec.DDP(task.build(), group))
         yield Timing(f"DDP, {task.name}", step, num_samples)
@@ -158,11 +159,12 @@ def ddp(group: ec.Group) -> Iterator[Item]:
 
 def fsdp(group: ec.Group) -> Iterator[Item]:
     """Steps and gathers of the GPT, and of units with almost no work, the model sharded."""
-    for task, num_samples in ((gpt_task(group.rank, GPTConfig()), 8), (tiny_task(group.rank), 60)):
+    gpt, tiny = gpt_task(group.rank, GPTConfig()), tiny_task(group.rank)
+    for task, num_samples, num_calls in ((gpt, 8, 1), (tiny, 60, 2)):
         rule = ec.units.by_type(*UNITS)
         model = ec.FSDP(task.build(), group, units=rule, min_num_params=0)
         step = step_of(task, model)
-        yield Timing(f"FSDP, {task.name}", step, num_samples)
+        yield Timing(f"FSDP, {task.name}", step, num_samples, num_calls)
         stats = model.memory_stats()
         peaks = [stats.peak_gathered, stats.peak_gradients]
         yield f"FSDP, {task.name}", {"loss": step(), "peak bytes": peaks}
@@ -180,7 +182,7 @@ def pipeline(group: ec.Group) -> Iterator[Item]:
     """Steps of the GPT's blocks and of tiny ones in stages, under 1F1B and ZB-V."""
     gpt = gpt_task(0, GPTConfig(), batch=4)
     for name, num_stages in (("1f1b", 2), ("zb-v", 4)):
-        for task, num_samples in ((gpt, 4), (tiny_task(0, 4), 40)):
+        for task, num_samples, num_calls in ((gpt, 4, 1), (tiny_task(0, 4), 40, 4)):
             layers = list(task.build().modules() if task is gpt else task.build())
             if task is gpt:
                 layers = [m for m in layers if isinstance(m, (nn.Embedding, Block, nn.Linear))]
@@ -191,7 +193,7 @@ def pipeline(group: ec.Group) -> Iterator[Item]:
             pipe = ec.Pipeline(stages, group, microbatches=4, schedule=name, loss_fn=task.loss)
             step = pipeline_step(pipe, inputs, targets)
             what = f"pipeline, {name}, {task.name}"
-            yield Timing(what, step, num_samples)
+            yield Timing(what, step, num_samples, num_calls)
             yield what, {"loss": step()}
 
 
@@ -334,22 +336,23 @@ def running(tree: Path, world: WorldKind, names: list[str], quick: bool) -> Iter
                 job.terminate()  # it has ended, unless something failed
 
 
-Samples = dict[str, list[tuple[float, float]]]  # of both trees by what is timed, in pairs
+Pairs = dict[str, list[tuple[float, float]]]  # of both trees by what is timed: samples, in pairs
 
 
-def compare(this: Job, other: Job, samples: Samples, facts: list[Facts]) -> None:
+def compare(this: Job, other: Job, facts: list[Facts]) -> Pairs:
     """Let two jobs take turns until they have measured all, and add what they say."""
+    pairs: Pairs = defaultdict(list)
     while True:
         first, second = this.turn(), other.turn()
         if "end" in first:
-            return
+            return pairs
         if "facts" in first:
             facts += [first["facts"], second["facts"]]
         for number in range(first.get("num_samples", 0)):
             jobs = (this, other) if number % 2 == 0 else (other, this)
             times = {job: job.turn()["times"] for job in jobs}
             for what, seconds in times[this].items():
-                samples[what].append((seconds, times[other][what]))
+                pairs[what].append((seconds, times[other][what]))
 
 
 def start_ranks(tree: Path, world: WorldKind, names: list[str], quick: bool, address: str) -> None:
@@ -377,7 +380,7 @@ def main(
     if address:
         start_ranks(other, world, names, quick, address)
         return
-    samples: Samples = defaultdict(list)
+    by_round: list[Pairs] = []
     facts: list[Facts] = []
     trees = (HERE.parent, other.resolve())
     for number in range(rounds):
@@ -387,22 +390,29 @@ def main(
             running(trees[::direction][0], world, names, quick) as first,
             running(trees[::direction][1], world, names, quick) as second,
         ):
-            compare(*(first, second)[::direction], samples, facts)
+            by_round.append(compare(*(first, second)[::direction], facts))
         print(f"round {number + 1} of {rounds}", flush=True)
-    show(samples, facts)
+    show(by_round, facts)
 
 
-def show(samples: Samples, facts: list[Facts]) -> None:
-    """Print the times of both trees and their ratios, and whether the facts are the same."""
-    print(f"{'':44} {'this, ms':>10} {'other, ms':>10}  other / this: median (of the fastest)")
-    for what, pairs in samples.items():
+def show(by_round: Sequence[Pairs], facts: list[Facts]) -> None:
+    """Print the times of both trees and their ratios, and whether the facts are the same.
+
+    The same code takes up to 2 % longer in one start than in another, all its samples together. So
+    the error of a ratio is that of the rounds, each of which counts once.
+    """
+    header = "other / this: median ± standard error (of the fastest)"
+    print(f"{'':44} {'this, ms':>10} {'other, ms':>10}  {header}")
+    for what in by_round[0]:
+        pairs = [pair for of_round in by_round for pair in of_round[what]]
         this, other = (
             [seconds * 1e3 for seconds in of_tree] for of_tree in zip(*pairs, strict=True)
         )
-        ratio = statistics.median(b / a for a, b in pairs)
+        ratios = [statistics.median(b / a for a, b in of_round[what]) for of_round in by_round]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else math.nan
         print(
             f"{what:44} {statistics.median(this):10.4f} {statistics.median(other):10.4f}"
-            f"  {ratio:.3f} ({min(other) / min(this):.3f})"
+            f"  {statistics.median(ratios):.3f} ± {error:.3f} ({min(other) / min(this):.3f})"
         )
     found = defaultdict(list)
     for what, value in chain.from_iterable(results.items() for results in facts):

@@ -69,8 +69,8 @@ def test_a_loss_that_differs_between_two_trees_is_said(
 ) -> None:
     import against
 
-    samples = {"step": [(0.004, 0.002), (0.001, 0.001)]}
-    against.show(samples, [{"loss": value} for value in (1.5, 1.5, 1.5, loss)])
+    rounds = [{"step": [(0.004, 0.002)]}, {"step": [(0.001, 0.001)]}]
+    against.show(rounds, [{"loss": value} for value in (1.5, 1.5, 1.5, loss)])
     _, times, facts = capsys.readouterr().out.splitlines()
-    assert times.split() == ["step", "2.5000", "1.5000", "0.750", "(1.000)"]
+    assert times.split() == ["step", "2.5000", "1.5000", "0.750", "±", "0.250", "(1.000)"]
     assert facts == f"loss: 1.5, {verdict} in all turns"
