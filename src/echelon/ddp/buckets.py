@@ -209,8 +209,10 @@ class Bucket:
     def leave_to_holders(self) -> None:
         """Write the next gradients elsewhere if somebody keeps earlier ones; see the note."""
         before, home = self._gradients, self._home
-        before.bring_back(map(_grad, self.params))
-        is_ours = list(map(is_, map(_grad, self.params), before.views))
+        grads = list(map(_grad, self.params))
+        before.bring_back(grads)
+        is_ours = list(map(is_, grads, before.views))
+        del grads  # or these references would count as those of somebody who holds them
         if all(is_ours):
             return  # they are added to in place
         ours = [slot for slot, is_it in enumerate(is_ours) if is_it] if any(is_ours) else []
