@@ -392,6 +392,9 @@ class Reducer:
         indices = ranks[source][1]
         num_summed = self._group.size if self._op == "mean" else backward.num_contributors
         divisor = self._options.divisor(num_summed)
+        # Of the earlier reduced gradient R, each rank with shares had factor * R in what it sent.
+        # So what came back has sent * R in it: all of R if every rank has shares. The rest is
+        # added here.
         sent = sum(has_shares for has_shares, _ in ranks) * self._state.factor / divisor
         for i in indices:
             if i not in backward.reduced_before:

@@ -79,6 +79,9 @@ class Turns(RankOrder):
         self._size = size
         rank = this_rank()
         self._starter = starter = OUTSIDE if rank is None else rank.state
+        # Wherever the lock is free, the holder wants no turn; if there is none, nobody wants one.
+        # The rank that runs is the holder, or was overtaken. It runs while this world has the
+        # process, except in ``held``.
         self._has_process = False  # whether this world holds the lock of the process
         self._holder: int | None = 0  # the rank whose turn it is
         self._running: int | None = None  # the holder, once its thread has noticed
