@@ -108,7 +108,7 @@ def test_commands_of_a_page_print_what_it_shows(page: Path, folder: Path) -> Non
             done = subprocess.run(
                 [*(head if tools[words[0]] else head[:1]), *words[1:]],
                 cwd=folder,
-                env=environ(OMP_NUM_THREADS="1"),
+                env=environ(OMP_NUM_THREADS="1", PYTEST_ADDOPTS=""),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
