@@ -225,6 +225,48 @@ def test_a_device_without_memory_for_a_unit_is_named_and_the_next_step_runs(
     assert all("torch says: CUDA out of memory. Tried to allocate it." in text for text in texts)
 
 
+def runs_out_of_memory_beside_others(world: World, number: int, seen: list[str]) -> None:
+    """Rank 1 has no memory for one allocation of a step; ``seen`` is what ends rank 0."""
+    torch.manual_seed(0)
+    units = ec.units.by_type(Block)
+    model = ec.FSDP(Failing().double(), world.group, units=units, min_num_params=0)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    with SmallMemory():
+        model(x).sum().backward()
+        if world.rank == 1:
+            FAILS_AT[threading.get_ident()] = number
+        try:
+            model(x).sum().backward()
+            world.group.barrier()
+        except ec.errors.RankFailed as error:
+            seen.append(str(error))
+            raise
+        finally:
+            FAILS_AT.pop(threading.get_ident(), None)
+
+
+def test_a_rank_without_memory_for_a_unit_ends_the_others_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(streams.kinds, "cpu", SmallDevice)
+    units = []
+    for number in range(30):
+        seen: list[str] = []
+        try:
+            args = (number, seen)
+            ec.run(runs_out_of_memory_beside_others, 2, rules="nccl", timeout=20, args=args)
+            break
+        except ec.errors.DeviceMemoryError as error:
+            units.append(str(error).partition(" needs")[0])
+            notes = "\n".join(error.__notes__)
+        assert "raised on rank 1 of 2" in notes
+        (ended_by,) = seen
+        assert "rank 1" in ended_by
+        assert "DeviceMemoryError" in ended_by
+    assert number < 29, "there are more allocations in a step than one thinks"
+    assert {"the all-gather of unit block", "gradients of unit block"} <= set(units)
+
+
 class OneQueue(streams.PlainDevice):
     def has_one_queue(self) -> bool:
         return True
