@@ -58,6 +58,22 @@ def test_futures_are_fulfilled_without_a_wait(ranks: Ranks) -> None:
     ranks.call(chain_futures)
 
 
+def sum_again_in_a_callback(rank: int, size: int) -> None:
+    if rank == 1:
+        time.sleep(0.2)  # so that the futures of the others are not fulfilled yet
+    future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
+    if rank != 1:
+        last = future.then(lambda f: dist.all_reduce(f.value()[0]))
+        with pytest.raises(RuntimeError, match="a callback of a future issued all_reduce of group"):
+            last.wait()
+    future.wait()
+    dist.barrier()
+
+
+def test_a_collective_in_a_callback_of_a_future_is_refused(ranks: Ranks) -> None:
+    ranks.call(sum_again_in_a_callback)
+
+
 def receive_from_any(rank: int, size: int) -> None:
     if rank > 0:
         time.sleep(0.02 * rank)

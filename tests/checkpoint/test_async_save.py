@@ -352,6 +352,28 @@ def leaves_without_a_block(world: World, folder: Path) -> None:
     sys.exit(75)
 
 
+class Broken(Exception):
+    """What ends the training below."""
+
+
+def fails_beside_a_save(world: World, folder: Path, failing: tuple[int, ...]) -> None:
+    model = nn.Linear(300, 300)
+    ec.async_save(folder, step=1, model=ec.FSDP(model, world.group, min_num_params=0))
+    if world.rank in failing:
+        raise Broken
+    world.group.barrier()
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_save_under_way_is_committed_although_ranks_fail(
+    kind: str, failing: tuple[int, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(Broken):
+        run_world(kind, fails_beside_a_save, 2, args=(tmp_path, failing))
+    assert ec.steps(tmp_path) == [1]
+
+
 @pytest.mark.parametrize("main", [leaves, leaves_without_a_block])
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_save_under_way_is_committed_when_ranks_leave_with_a_code(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.errors import StateError
 
 UNITS = {"units": ec.units.by_type(nn.Linear), "min_num_params": 0}
 WIDE = {"precision": ec.MixedPrecision(reduce=torch.float64)}
@@ -145,3 +146,53 @@ def keeps_small_parts(world: ec.World) -> None:
 
 def test_a_write_through_data_replaces_the_elements_that_it_changes() -> None:
     ec.run(keeps_small_parts, 2)
+
+
+class FewElements(nn.Module):
+    """Parameters without dims, of one element and of more, which ranks hold or do not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.zero_dims = nn.Parameter(torch.ones(()))
+        self.one = nn.Parameter(torch.ones(1))
+        self.two_dims = nn.Parameter(torch.ones(1, 1))
+        self.more = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.more(x * self.zero_dims * self.one) * self.two_dims
+        return output
+
+
+def sets_whole_gradients(world: ec.World, options: dict[str, Any]) -> None:
+    model = ec.FSDP(FewElements(), world.group, min_num_params=0, **options)
+    values = [torch.randn(param.shape) for param in model.parameters()]
+    for param, value in zip(model.parameters(), values, strict=True):
+        param.grad = value
+    alone = FewElements()
+    for param, value in zip(alone.parameters(), values, strict=True):
+        param.grad = value.clone()
+    for one, x in ((model, torch.ones(1, 3) * world.rank), (alone, torch.arange(2.0)[:, None])):
+        one(x.expand(-1, 3)).sum(1).mean().backward()
+    for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.norm(), expected.grad.norm())
+        assert param.grad.shape == expected.shape
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_a_whole_gradient_may_be_set_for_parameters_of_any_size(layout: str) -> None:
+    ec.run(sets_whole_gradients, 2, args=({"layout": layout},))
+
+
+def hooks_a_flat_parameter(world: ec.World) -> None:
+    model = ec.FSDP(nn.Linear(3, 2), world.group, min_num_params=0, use_orig_params=False)
+    handle = next(model.parameters()).register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(StateError, match="register_hook on a flat parameter"):
+        model(torch.ones(1, 3)).sum().backward()
+    handle.remove()
+    model(torch.ones(1, 3)).sum().backward()
+    assert next(model.parameters()).grad is not None
+
+
+def test_a_hook_that_no_gradient_reaches_is_refused() -> None:
+    ec.run(hooks_a_flat_parameter, 2)

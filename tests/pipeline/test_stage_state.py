@@ -361,3 +361,39 @@ def test_stages_that_were_not_split_have_the_names_of_a_sequential() -> None:
         assert_states_equal(joined(pipe.holdings(), world.group), expected)
 
     run_world("threads", main, 3)
+
+
+NAMED_PLANS = [
+    ec.Plan(pp=2, microbatches=2),
+    ec.Plan(pp=2, dp=2, microbatches=2),
+    ec.Plan(pp=2, shard=2, microbatches=2),
+]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def names_and_loads(world: World, plan_: ec.Plan) -> None:
+    pipe: Any = ec.parallelize(layers(), plan_, world, loss_fn=mse)
+    state = pipe.state_dict()
+    names = [name for name, _ in pipe.named_parameters()]
+    assert names == [name for name in state if name.endswith(("weight", "bias"))]
+    assert names == [name for name, _ in layers().named_parameters() if name in state]
+    whole = pipe.whole_state_dict(rank0_only=False)
+    assert pipe.load_state_dict(whole).unexpected_keys == []
+    assert pipe.load_state_dict(state).missing_keys == []
+    with pytest.raises(ArgumentError, match=r"1 unexpected: 0\.lora"):
+        pipe.load_state_dict({**whole, "0.lora": torch.ones(1)})
+    report = pipe.load_state_dict({**whole, "0.lora": torch.ones(1)}, strict=False)
+    assert report.unexpected_keys == ["0.lora"]
+    lacking = {name: value for name, value in whole.items() if name != names[0]}
+    with pytest.raises(ArgumentError, match=f"1 missing: {names[0]}"):
+        pipe.load_state_dict(lacking)
+    assert pipe.load_state_dict(lacking, strict=False).missing_keys == [names[0]]
+
+
+@pytest.mark.parametrize("plan_", NAMED_PLANS, ids=str)
+def test_parameters_and_what_does_not_fit_have_the_names_of_the_model(plan_: ec.Plan) -> None:
+    run_world("threads", names_and_loads, 2 * plan_.dp * plan_.shard, args=(plan_,))

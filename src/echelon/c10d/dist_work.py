@@ -20,6 +20,14 @@ from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, cal
 from echelon.errors import CommTimeout
 from echelon.process.background_threads import run_on_idle_thread
 
+# By number, the threads that fulfil a future now, and so run the callbacks that it was given.
+_fulfilling: set[int] = set()
+
+
+def is_in_callback() -> bool:
+    """Whether this thread is not one of the program's, and runs a callback of a future."""
+    return bool(_fulfilling) and threading.get_ident() in _fulfilling
+
 
 def wait_for_all(works: Sequence[dist.Work]) -> None:
     """Return when the results of all works are there."""
@@ -128,7 +136,12 @@ class C10dWork(dist.Work):
 
     def _fulfil(self, ended: torch.futures.Future[None]) -> None:
         self.exception()
-        ended.set_result(None)
+        thread = threading.get_ident()
+        _fulfilling.add(thread)
+        try:
+            ended.set_result(None)
+        finally:
+            _fulfilling.discard(thread)
 
     def _outcome(self) -> list[Tensor]:
         self.wait()

@@ -16,7 +16,12 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from echelon.c10d.connection import Connection, connect, of_processes
-from echelon.c10d.dist_work import C10dWork, ReceiveFromAny, wait_for_all
+from echelon.c10d.dist_work import (
+    C10dWork,
+    ReceiveFromAny,
+    is_in_callback,
+    wait_for_all,
+)
 from echelon.c10d.monitored_barrier import MonitoredBarrier
 from echelon.c10d.named_process_group import BACKEND, NamedProcessGroup
 from echelon.c10d.sparse_reduction import SparseAllReduce
@@ -111,7 +116,18 @@ class ProcessGroupEchelon(NamedProcessGroup):
         calls: Sequence[_Call],
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
-        """Issue ``calls``, and wait for them where c10d wants that."""
+        """Issue ``calls``, and wait for them where c10d wants that.
+
+        Raises:
+            UnsupportedError: a callback of a future issues them.
+        """
+        if is_in_callback():
+            raise UnsupportedError(
+                f"a callback of a future issued {shown[0]} of group {self._group.name!r}, beside "
+                "the program's own calls, so ranks would issue them in different orders. The "
+                "PowerSGD hooks of PyTorch do that, and are for NCCL, whose callbacks run in the "
+                "order of calls: run them with --world threads, which does the same"
+            )
         self._num_issued += 1
         self._end_batch()
         seconds = seconds_of(options.timeout)

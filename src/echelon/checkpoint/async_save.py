@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -29,8 +30,9 @@ from echelon.launch.run import entered
 from echelon.process.background_threads import run_in_background
 from echelon.process.process_end import failing_process
 
-# Registers a function to be called at the end of the world or the script; returns its removal.
-AtEnd = Callable[[Callable[[], None]], Callable[[], None]]
+# Registers a function to be called at the end of the world or the script, with the seconds that it
+# may take if this rank has failed; returns its removal.
+AtEnd = Callable[[Callable[[float | None], None]], Callable[[], None]]
 
 _ALIGN_NBYTES = 64
 
@@ -119,9 +121,18 @@ class AsyncSave:
             raise self._error
         return self.path
 
-    def finish(self) -> None:
-        """Return when it has ended; raise its error if it was not raised before."""
-        self._thread.join()
+    def finish(self, seconds: float | None = None) -> None:
+        """Return when it has ended, or after ``seconds``; raise its error if that was not raised.
+
+        Raises:
+            CheckpointError: it failed, or time is up.
+        """
+        self._thread.join(seconds)
+        if not self.done:
+            raise CheckpointError(
+                f"was given up: it was still being saved {seconds:g} s after this rank had failed",
+                self.path,
+            )
         self._remove_at_end()
         if self._error is not None and not self._was_raised:
             self._was_raised = True
@@ -227,7 +238,7 @@ def _home(group: Group | None) -> tuple[Group | None, object]:
     return (None if world is None else world.group), (AsyncSaver, "alone")
 
 
-def _at_exit(finish: Callable[[], None]) -> Callable[[], None]:
+def _at_exit(finish: Callable[[float | None], None]) -> Callable[[], None]:
     """Have the script exit with an error if its last save fails."""
-    end = atexit.register(failing_process(finish))
+    end = atexit.register(failing_process(partial(finish, None)))
     return lambda: atexit.unregister(end)

@@ -16,7 +16,7 @@ from echelon.checkpoint.optimizers import TensorFacts, number_of, ranges_of, ren
 from echelon.checkpoint.sections import Json
 from echelon.checkpoint.tensors import is_ordinary
 from echelon.errors import CheckpointError
-from echelon.modules.sharded_tensor import local_shard
+from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.state.optimizer_state import (
     group_options,
     install_states,
@@ -197,6 +197,7 @@ class OptimizerLoader:
             self._plan.match(renamed(shard, self._name, key), tensor.dtype) for shard in members
         ]
         live = self._optimizer.state.get(param, {}).get(key)
+        live = local_shard(live) if is_part(live) else live  # as of a state made with the optimizer
         is_live = (
             isinstance(live, Tensor)
             and (live.shape, live.dtype) == (local_shard(param).shape, tensor.dtype)

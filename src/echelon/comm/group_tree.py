@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Self, final
 
+# What to do before a world closes, in the seconds that are left, or None for as long as it takes.
+Step = Callable[[float | None], None]
+
 
 class GroupTree:
     """A group as a node of the tree of the groups of its world.
@@ -17,7 +20,7 @@ class GroupTree:
     def __init__(self) -> None:
         self.parent: Self | None = None
         self.belongings: dict[object, object] = {}
-        self._before_close: list[Callable[[], None]] = []
+        self._before_close: list[Step] = []
 
     @property
     def root(self) -> Self:
@@ -28,10 +31,11 @@ class GroupTree:
         return group
 
     @final
-    def before_close(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Call ``step`` when the world closes without an error, while ranks still communicate.
+    def before_close(self, step: Step) -> Callable[[], None]:
+        """Call ``step`` when the world closes, while ranks still communicate.
 
-        Closing the world raises what ``step`` raises, so that the error is not overlooked.
+        It gets the seconds that it may take when this rank has failed, and None in good order. Then
+        closing the world raises what ``step`` raises, so that the error is not overlooked.
 
         Returns:
             a function that removes ``step`` again.
@@ -46,12 +50,12 @@ class GroupTree:
         return forget
 
     @final
-    def prepare_close(self) -> None:
+    def prepare_close(self, seconds: float | None = None) -> None:
         """Run the steps of ``before_close``, then raise the first error of any of them."""
         steps, problem = self.root._before_close, None
         while steps:
             try:
-                steps.pop()()
+                steps.pop()(seconds)
             except Exception as error:
                 problem = problem or error
         if problem is not None:

@@ -13,7 +13,9 @@ from echelon.comm.group import Group
 from echelon.comm.mesh import Mesh
 from echelon.comm.threads.rank_breakpoints import stop_caller
 from echelon.diagnosis.rank_monitor import StepCounter
-from echelon.errors import RankError, UnsupportedError
+from echelon.errors import CommError, RankError, UnsupportedError
+from echelon.errors.message_text import line_of
+from echelon.process import time_limits
 from echelon.process.forks import mark
 from echelon.process.offered_debugger import DEBUG_INSTEAD, no_debugger
 
@@ -190,7 +192,21 @@ class World:
             except BaseException as problem:
                 self._close(problem)
                 raise
+        else:
+            self.end_what_is_begun(error)
         self._close(error)
+
+    def end_what_is_begun(self, error: BaseException) -> None:
+        """Give an asynchronous save some time to end when ``error`` has failed this rank.
+
+        Where another rank has failed, or the user wants an end, it gets none.
+        """
+        if isinstance(error, CommError | KeyboardInterrupt):
+            return
+        try:
+            self.group.prepare_close(time_limits.SAVE_S)
+        except Exception as problem:  # the rank has failed already
+            error.add_note(line_of(problem))
 
     def __enter__(self) -> Self:
         return self

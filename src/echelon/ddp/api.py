@@ -85,7 +85,8 @@ class DDP(ReplicatedModule):
         init: ``"broadcast"`` rank 0's parameters and buffers, ``"verify"`` that all are equal, or
             ``"trust"`` that they are. Names, shapes and dtypes are compared always.
         gradient_dtype: the dtype in which gradients are reduced; None: the parameter's own.
-        reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by.
+        reduction: ``"mean"``, ``"sum"``, or a number that the sum is divided by. A tensor that you
+            set as ``.grad`` is a gradient of this rank, and joins the next reduction.
         check_replicas: after how many reductions the ranks compare their parameters; at first they
             do so more often. 0: never. Ranks that differ raise a ModelMismatch.
         ignored: modules or parameters whose gradients are not reduced; their values are sent at

@@ -46,6 +46,7 @@ STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 _DISAGREEMENTS = {
     error.__name__ for error in (CollectiveMismatch, DeadlockError, ModelMismatch, StartMismatch)
 }
+_CALLBACK = "Got the following error when running the callback: "  # torch's own words
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
 _MAX_NBYTES = 1 << 26  # that reading a record may take
 
@@ -127,6 +128,7 @@ class FailureRecord:
     def of(cls, error: BaseException, rank: int, where: str = "") -> FailureRecord:
         """The record of ``error`` raised on ``rank``."""
         facts: dict[str, Any] = {}
+        kind, message = _of_callback(type(error).__name__, message_of(error))
         if isinstance(error, RankFailed):
             facts["failed_rank"], facts["cause"] = error.failed_rank, error.cause
         elif isinstance(error, CommTimeout):
@@ -137,8 +139,8 @@ class FailureRecord:
         return cls(
             rank=rank,
             reason=_reason_of(error, rank),
-            type=type(error).__name__,
-            message=without_middle(message_of(error), _MAX_MESSAGE),
+            type=kind,
+            message=without_middle(message, _MAX_MESSAGE),
             place=_place(error),
             traceback="".join(traceback.format_exception(error)),
             time_s=time.time(),
@@ -301,6 +303,25 @@ def exit_text(exit_code: int) -> str:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:  # a real-time signal
         return f"was killed by signal {-exit_code}"
+
+
+def _of_callback(kind: str, message: str) -> tuple[str, str]:
+    """The class and message of a disagreement that a callback of a future has raised, if it is one.
+
+    PyTorch raises it again as a RuntimeError, around the text of the first one and its stack.
+
+    Example:
+        >>> text = "Got the following error when running the callback: DeadlockError: a circle"
+        >>> _of_callback("RuntimeError", f"{text}\\n\\nAt:\\n  train.py(3): main")
+        ('DeadlockError', 'a circle')
+        >>> _of_callback("RuntimeError", "Got the following error")
+        ('RuntimeError', 'Got the following error')
+    """
+    text = message.strip()
+    while text.startswith(_CALLBACK):
+        text = text.removeprefix(_CALLBACK).removeprefix("RuntimeError: ")
+    name, _, rest = text.partition("\n\nAt:\n")[0].partition(": ")
+    return (name, rest) if name in _DISAGREEMENTS else (kind, message)
 
 
 def _reason_of(error: BaseException, rank: int) -> Reason:

@@ -8,6 +8,13 @@ reduced. Reductions have one order on all ranks, that of the first backward, so 
 rank has used some parameters only waits there until the end. The callback at the end of backward
 reduces what is left, waits for all reductions, finds out which parameters no rank used, and makes
 the reduced shards ``.grad``.
+
+[Note: aborted backwards]
+A backward that raises may be caught on all ranks, which then go on. When its token dies, shards are
+shown and ``.grad`` becomes again what it was, so that an optimizer may step at once. Its reductions
+may still be under way, and other ranks may have failed before, so nothing waits for them there: the
+next thing that a user asks for does, and drops them. What ``no_sync`` had kept is not held for
+that: where it has joined a reduction, ``.grad`` says that it is lost, until it is dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ from echelon.fsdp.pass_state import (
 from echelon.fsdp.storage import wait_for_unshards
 from echelon.fsdp.unit import Unit
 from echelon.fsdp.unsharder import Unsharder
-from echelon.modules.autograd import is_of_inputs_only, queue_end, token_of_body
+from echelon.modules.autograd import Token, is_of_inputs_only, queue_end, token_of_body
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.wrapper import check_may_sync
 
@@ -71,7 +78,7 @@ class Backward:
         flat = [storage.optimizer_params[0] for storage in trainable if storage.is_flat]
         named = ((member.name, member.param) for storage in trainable for member in storage.members)
         self._user_hooks = DeferredHooks(named, flat)
-        self._is_flat = bool(flat)
+        self._flat = flat
         for u, unit in enumerate(units):
             for param in unit.trainable:
                 self._handles.append(self._user_hooks.register(param, self._gradient_hook(u)))
@@ -136,7 +143,7 @@ class Backward:
                 self._units[u].in_outer_forward = True
             self._reducer.begin()
             self._unsharder.begin_backward(self._runs, self._may_reach, self._launch_ready)
-            token = queue_end(self._end_backward)
+            token = queue_end(self._end_backward, self._set_back)
             # Other ranks may have no such backward, so it takes no part in a reduction.
             reduces = self.requires_gradient_sync and (
                 arrived is not None or not self._is_of_inputs_only()
@@ -162,7 +169,13 @@ class Backward:
     def _check_hooks(self, arrived: nn.Parameter | None) -> None:
         """Let hooks of users wait; refuse one that would never be called, or too early."""
         self._user_hooks.defer(arrived)
-        if self._is_flat and (name := self._user_hooks.find()) is not None:
+        if any(param._backward_hooks for param in self._flat):
+            raise StateError(
+                "a hook was registered by register_hook on a flat parameter of FSDP, through which "
+                "no gradient flows: use register_post_accumulate_grad_hook, which gets the reduced "
+                "gradient, or wrap with use_orig_params=True"
+            )
+        if self._flat and (name := self._user_hooks.find()) is not None:
             raise StateError(
                 f"a hook was registered on the gradient of parameter {name!r}, which FSDP has put "
                 "into a flat parameter, so it gets no gradient of its own: register the hook on "
@@ -380,7 +393,7 @@ class Backward:
         """Under ``no_sync``: keep the gradients of units that are not complete, and end."""
         for u, (unit, state) in enumerate(zip(self._units, current.units, strict=True)):
             is_left = state.state is REACHED
-            gradients = self._reducer.detach_gradients(u) if is_left else []
+            gradients = self._reducer.detach_gradients(current, u) if is_left else []
             unit.reshard()
             if is_left:
                 self._reducer.keep(u, gradients, current.reduced_before.pop(u))
@@ -419,9 +432,28 @@ class Backward:
             self._pass = BackwardPass(token, True, len(self._units))
             self._finish()
 
+    def _set_back(self, token: weakref.ref[Token]) -> None:
+        """Leave an aborted backward, whose token has died, at once, but for what communicates.
+
+        Other ranks may have failed before, so the next thing that a user asks for waits for that.
+        """
+        aborted = self._pass
+        if aborted is not None and aborted.token is token:
+            self._leave(aborted)
+
+    def _leave(self, aborted: BackwardPass) -> None:
+        for unit in self._units:
+            unit.hide()
+        self._reducer.set_back(aborted)
+        for u in self._in_forward:  # the backward was inside of it
+            if self._units[u].has_unsharded:
+                self._units[u].unshard()
+
     def discard_aborted(self) -> None:
         """Undo what a backward has left that was aborted."""
         aborted = self._pass
+        if aborted is not None:
+            self._leave(aborted)
         self._end()
         if aborted is not None:
             self._reducer.discard(aborted)

@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass
 from echelon.fsdp.execution_order import ExecutionOrder
 from echelon.fsdp.gradients import Reduction
 from echelon.fsdp.hybrid_groups import HybridGroups
-from echelon.fsdp.pass_state import COMPLETE, REACHED, SKIPPED, UNREACHED, BackwardPass
+from echelon.fsdp.pass_state import REACHED, SKIPPED, UNREACHED, BackwardPass
 from echelon.fsdp.policy import FSDPOptions
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
@@ -88,24 +88,31 @@ class GradientReducer:
 
     def collect(self, current: BackwardPass, u: int) -> list[Tensor | None]:
         """Detach the gradients of a complete unit, and note how many bytes wait."""
-        gradients = self.detach_gradients(u)
+        gradients = self.detach_gradients(current, u)
         waiting = sum(map(_nbytes, (gradients, *current.waiting.values())))
         self.peak_nbytes = max(self.peak_nbytes, waiting + self._kept_nbytes)
         return gradients
 
-    def detach_gradients(self, u: int) -> list[Tensor | None]:
+    def detach_gradients(self, current: BackwardPass, u: int) -> list[Tensor | None]:
         """Take the unsharded gradients of a unit off its parameters, and add the kept ones."""
         unit = self._units[u]
         gradients: list[Tensor | None] = [param.grad for param in unit.trainable]
         for param in unit.trainable:
             param.grad = None
-        kept = self._kept.pop(u)
+        kept = self._take_kept(current, u)
         if kept is None:
             return gradients
         return [
             new if old is None else old if new is None else old + new.to(old.dtype)
             for old, new in zip(kept, gradients, strict=True)
         ]
+
+    def _take_kept(self, current: BackwardPass, u: int) -> list[Tensor | None] | None:
+        """What was kept of a unit, which this backward reduces or keeps from now on."""
+        kept = self._kept.pop(u)
+        if kept is not None:
+            current.joined[u] = [gradient is not None for gradient in kept]
+        return kept
 
     def keep(
         self,
@@ -151,7 +158,7 @@ class GradientReducer:
         """The gradients of a unit that backward did not reach: those that ``no_sync`` kept."""
         with torch.no_grad():
             current.reduced_before[u] = self.set_aside(u)
-        return self._kept.pop(u) or self._nothing_of(u)
+        return self._take_kept(current, u) or self._nothing_of(u)
 
     def launch_ready(self, current: BackwardPass, gets_none: Callable[[int], bool]) -> None:
         """Launch the reductions that come next in the order of all ranks and may go.
@@ -177,7 +184,7 @@ class GradientReducer:
             if gradients is None:
                 is_reached = current.units[u].state is REACHED
                 gradients = (
-                    self.detach_gradients(u)
+                    self.detach_gradients(current, u)
                     if is_reached
                     else self._unreached_gradients(current, u)
                 )
@@ -255,19 +262,38 @@ class GradientReducer:
         for slots in self._slots:
             slots.give_back()
 
-    def discard(self, aborted: BackwardPass) -> None:
-        """Finish the reductions of a backward that was aborted, and drop its gradients."""
-        for started in aborted.reductions:
-            for reduction in started:
-                reduction.finish()
-        self._give_slots_back()
-        for u, (unit, state) in enumerate(zip(self._units, aborted.units, strict=True)):
-            if state.state in (REACHED, COMPLETE):
+    def set_back(self, aborted: BackwardPass) -> None:
+        """Let ``.grad`` be what it was before a backward that was aborted. Sends nothing.
+
+        Parameters are sharded again. Under ``no_sync`` a complete unit has its new gradients, as
+        autograd adds them in one process. What was kept and is in a reduction may only be dropped.
+        """
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            for u, reduced_before in aborted.reduced_before.items():
+                unit = self._units[u]
                 for param in unit.trainable:
                     param.grad = None
-            if u in self._kept:
-                unit.hide()
-                self._show_kept(u, self._kept.pop(u) or self._nothing_of(u))
+                for shard, before in zip(unit.gradient_shards, reduced_before, strict=True):
+                    shard.put_back(before)
+                if (kept := self._kept.pop(u, None)) is not None:
+                    self._show_kept(u, kept)
+                elif u in aborted.joined:
+                    self._show_lost(u, aborted.joined[u])
+        aborted.reduced_before.clear()
+
+    def _show_lost(self, u: int, was_kept: list[bool]) -> None:
+        first = 0
+        for shard in self._units[u].gradient_shards:
+            last = first + len(shard.storage.params)
+            shard.show_lost(was_kept[first:last])
+            first = last
+
+    def discard(self, aborted: BackwardPass) -> None:
+        """Wait for the reductions of a backward that was aborted, and drop them."""
+        for started in aborted.reductions:
+            for reduction in started:
+                reduction.finish(keep=False)
+        self._give_slots_back()
 
 
 def _replica_check(units: Sequence[Unit], groups: HybridGroups, every: int) -> ReplicaCheck:

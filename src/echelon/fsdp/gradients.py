@@ -272,7 +272,8 @@ class GradientShard:
         """Refuse what was once ``.grad``, if it was set again after others were added to it."""
         for gradient in gradients:
             if isinstance(gradient, KeptGradient) and not gradient.unsharded:
-                refuse_kept(gradient, "setting .grad again after a later backward, a use")
+                again = "setting .grad again after a later backward"
+                refuse_kept(gradient, f"{'a backward' if gradient.is_lost else again}, a use")
 
     def show_kept(self, gradients: Sequence[Tensor | None]) -> None:
         """Let ``.grad`` have the unsharded gradients of ``storage.params`` that are kept."""
@@ -283,6 +284,12 @@ class GradientShard:
         for i, gradient in enumerate(gradients):
             if gradient is not None:
                 self._show_kept(i, [gradient])
+
+    def show_lost(self, was_kept: Sequence[bool]) -> None:
+        """Let ``.grad`` say that what was kept of some of ``storage.params`` is lost."""
+        for i, was in enumerate([any(was_kept)] if self.storage.is_flat else was_kept):
+            if was:
+                self._show_kept(i, []).is_lost = True
 
     def add_kept(self, i: int, gradient: Tensor) -> int:
         """Add an unsharded gradient of one of ``storage.params``; returns the bytes kept for it."""
@@ -435,7 +442,8 @@ class Reduction:
 
     The result is added to the gradients that ``shard.set_aside()`` returned, ``reduced_before``.
     ``replicas`` are the ranks with the same shard, each in another shard group. With
-    ``unshards_follow``, other ranks may wait for an unshard of this rank in this backward.
+    ``unshards_follow``, other ranks may wait for an unshard of this rank in this backward. What is
+    added to earlier gradients is added at the end, since a backward that raises leaves these alone.
 
     Attributes:
         used_here: by parameter, whether it has a gradient on this rank.
@@ -560,8 +568,10 @@ class Reduction:
                 if not self._is_direct:
                     on_host = devices.empty_on_host(output.numel(), output.dtype)
                 self._output = on_host.copy_(output, non_blocking=True)
+            elif self._reduced_before is not None:
+                self._output = output if storage.sharded else output.clone()  # the slot is free
             else:
-                self.shard.accumulate(output, add=self._reduced_before is not None)
+                self.shard.accumulate(output, add=False)
                 self._output = None
         self._event = devices.replica_stream.record_event()
         self._left_slot = reduced if storage.sharded else self._event
@@ -583,25 +593,26 @@ class Reduction:
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(error) from error
 
-    def finish(self) -> None:
-        """Wait for the reduction, and leave the result in the views."""
+    def finish(self, *, keep: bool = True) -> None:
+        """Wait for the reduction, and leave the result in the views, or drop it."""
         if self._is_over:
             return
         self._is_over = True
         self._follow()
         if self._event is not None:
             self._event.wait()
-        if self._kept is not None:  # the stream that it belongs to waits for the other one
-            self._devices.reduce_stream.wait_for_current()
-            self._kept = None
-        if self._output is not None:  # it is on the host, which adds when the copy is over
-            assert self._event is not None
-            self._event.synchronize()
+        if self._output is not None and keep:
+            if self._devices.offloads:  # the host adds when the copy is over
+                assert self._event is not None
+                self._event.synchronize()
             try:
                 self.shard.accumulate(self._output, add=self._reduced_before is not None)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(error) from error
-            self._output = None
+        if self._kept is not None or self._output is not None:
+            # The stream that they belong to waits for the one that has read them.
+            self._devices.reduce_stream.wait_for_current()
+            self._kept = self._output = None
 
     def set_grads(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of what has a gradient; by parameter, whether a rank has ``used`` it."""

@@ -260,6 +260,8 @@ class BackwardPass:
         units: the state of each unit.
         completed: the units whose gradients were all there, in that order.
         reduced_before: by unit, what ``GradientShard.set_aside`` returned for each of its shards.
+        joined: by unit whose gradients were added to what ``no_sync`` had kept: of which parameters
+            that was.
         waiting: by unit, unsharded gradients that wait for the reductions that come before.
         num_reduced: the number of units, in the order of reductions, that were launched.
         reductions: the reductions that were launched, by unit.
@@ -272,6 +274,7 @@ class BackwardPass:
         self.units = [UnitBackward() for _ in range(num_units)]
         self.completed: list[int] = []
         self.reduced_before: dict[int, list[list[bool] | None]] = {}
+        self.joined: dict[int, list[bool]] = {}
         self.waiting: dict[int, list[Tensor | None]] = {}
         self.num_reduced = 0
         self.reductions: list[list[Reduction]] = []

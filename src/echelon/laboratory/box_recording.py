@@ -107,7 +107,7 @@ class BoxRecording:
         self._pruning: threading.Thread | None = None
         self._is_closed = self._has_failed = False
         world.hints["black box"] = self._on_error
-        self._forget = group.before_close(self.close)
+        self._forget = group.before_close(self._close_in_good_order)
 
     def begin(self, step: int, batch: object) -> None:
         """Keep what ``step`` begins with. All ranks call it.
@@ -155,6 +155,10 @@ class BoxRecording:
         if self._stretch is None:
             raise StateError("the black box has no step yet: call it in the loop over box.steps")
         return self._stretch
+
+    def _close_in_good_order(self, seconds: float | None) -> None:
+        if seconds is None:
+            self.close()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and close the files.
@@ -235,7 +239,7 @@ class BoxRecording:
             earlier.join()  # without a limit: nobody waits for this thread without one
         self._try(partial(self._attempt.prune, self._options.keep))
 
-    def _at_end(self, finish: Callable[[], None]) -> Callable[[], None]:
+    def _at_end(self, finish: Callable[[float | None], None]) -> Callable[[], None]:
         """Nothing to register: ``close`` waits for the checkpoint."""
         return lambda: None
 

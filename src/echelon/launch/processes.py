@@ -380,6 +380,7 @@ def _child(
         leave_groups()
         payload = function_pickle.dumps(("result", function_pickle.dumps_result(result, rank), ""))
     except BaseException as error:
+        world.end_what_is_begun(error)
         group.close(error)
         close_groups(error)
         _send_error(pipe, error)

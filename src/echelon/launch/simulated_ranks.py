@@ -147,6 +147,9 @@ class SimulatedRanks:
                 try:
                     self.results[rank] = call(self.fn, rank_world, self._args)
                     rank_world.close()
+                except Exception as error:
+                    rank_world.end_what_is_begun(error)
+                    raise
                 finally:
                     rank_world.steps.stop()
         except BaseException as error:

@@ -98,8 +98,9 @@ def refuse_kept_gradients(optimizer: Optimizer) -> None:
     with DisableTorchFunctionSubclass():
         gradients = [param.grad for group in optimizer.param_groups for param in group["params"]]
     if KeptGradient in map(type, gradients):  # which stays in C, unlike a loop
-        kept = next(gradient for gradient in gradients if isinstance(gradient, KeptGradient))
-        refuse_kept(kept, f"a step of {type(optimizer).__name__}")
+        kept = [gradient for gradient in gradients if isinstance(gradient, KeptGradient)]
+        gradient = next((one for one in kept if one.is_lost), kept[0])
+        refuse_kept(gradient, f"a step of {type(optimizer).__name__}")
 
 
 def _make_plain(optimizer: Optimizer) -> None:

@@ -231,10 +231,12 @@ class KeptGradient(ShardedTensor):
         unsharded: the gradients that are kept, of the parameter or of each in a flat one; empty
             when they were taken.
         reduced: what ``.grad`` was before.
+        is_lost: whether a backward took them and was aborted, so that it can only be dropped.
     """
 
     unsharded: list[Tensor | None]
     reduced: Tensor | None
+    is_lost = False
 
     @classmethod
     def __torch_function__(
@@ -405,7 +407,13 @@ def parts_in(values: Any) -> list[Tensor]:
 
 
 def refuse_kept(gradient: KeptGradient, what: str) -> NoReturn:
-    """Raise the error for a use of a gradient that has no values yet."""
+    """Raise the error for a use of a gradient that has no values yet, or never again."""
+    if gradient.is_lost:
+        raise StateError(
+            f"{what} of the gradient of {sharding_of(gradient).describe()}: a backward that raised "
+            "had taken the gradients that no_sync() had kept, to reduce them with its own, so "
+            "they are lost. Call zero_grad() and repeat the backwards of this step"
+        )
     raise StateError(
         f"{what} of the gradient of {sharding_of(gradient).describe()}: backwards under no_sync() "
         "have kept gradients of this rank's rows that are not reduced yet, so .grad has no values. "

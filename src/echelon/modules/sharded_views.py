@@ -147,7 +147,8 @@ def set_grad(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         else:
             if whole_shape(value) != home.shape and value.shape != home.local_shape:
                 raise StateError(f"a gradient of {list(value.shape)} for {home.describe()}")
-            value = mark(operand(value, home, func).clone(), home.fresh())
+            part = operand(value, home, func).expand(home.local_shape)  # it may be one element
+            value = mark(part.clone(), home.fresh())
     call_plain(func, (target, value), kwargs)
 
 

@@ -9,7 +9,7 @@ A shared parameter has the name of its first stage in state dicts, and all its n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, final, runtime_checkable
@@ -49,6 +49,18 @@ def name_in_model(stage: nn.Module, index: int, name: str) -> str:
     """
     name = plain_name(name)
     return name if find_submodule(stage) is not None else f"{index}.{name}".rstrip(".")
+
+
+def parameter_name(stage: nn.Module, index: int, name: str) -> str:
+    """The name in the model of a parameter of a stage; a flat one is of the stage alone.
+
+    Example:
+        >>> parameter_name(nn.Linear(1, 1), 3, "bias")
+        '3.bias'
+    """
+    submodule, in_model = find_submodule(stage), name_in_model(stage, index, name)
+    is_plain = submodule is None or in_model in state_names(submodule)
+    return in_model if is_plain else f"stages.{index}.{name}"
 
 
 def names_of_state(stage: nn.Module, index: int, names: Iterable[str]) -> dict[str, str]:
@@ -133,16 +145,7 @@ def load_sharded_state(
 ) -> LoadReport:
     """Load what ``sharded_state`` returned on this rank."""
     check_state(state)
-    names = {index: names_of_state(stage, index, state) for index, stage in stages.items()}
-    known = {name for names_of_stage in names.values() for name in names_of_stage.values()}
-    report = LoadReport([], [name for name in state if name not in known])
-    for index, stage in stages.items():
-        keys = unwrap(stage).state_dict(keep_vars=True)
-        missing = [key for key in keys if key not in names[index]]
-        report.missing_keys.extend(name_in_model(stage, index, key) for key in missing)
-    if strict and (report.missing_keys or report.unexpected_keys):
-        what = misfit_text(report.missing_keys, report.unexpected_keys, [])
-        raise ArgumentError(f"the sharded state does not fit the stages of this rank: {what}")
+    names, report = names_that_fit(stages, state, "the sharded state", strict=strict)
     for index, stage in stages.items():
         stage_state = {key: state[name] for key, name in names[index].items()}
         if isinstance(stage, SavesShards):
@@ -150,6 +153,35 @@ def load_sharded_state(
         else:
             stage.load_state_dict(stage_state, strict)
     return report
+
+
+def names_that_fit(
+    stages: Mapping[int, nn.Module],
+    state: Mapping[str, Any],
+    what: str,
+    *,
+    of_others: Container[str] = (),
+    strict: bool,
+) -> tuple[dict[int, dict[str, str]], LoadReport]:
+    """For each stage the names in a state by those in the stage; and what does not fit.
+
+    ``of_others`` are names in the model that stages of other ranks have.
+
+    Raises:
+        ArgumentError: with ``strict``, a key is missing or belongs to no stage.
+    """
+    names = {index: names_of_state(stage, index, state) for index, stage in stages.items()}
+    known = {name for names_of_stage in names.values() for name in names_of_stage.values()}
+    unexpected = [name for name in state if name not in known and plain_name(name) not in of_others]
+    report = LoadReport([], unexpected)
+    for index, stage in stages.items():
+        keys = unwrap(stage).state_dict(keep_vars=True)
+        missing = [key for key in keys if key not in names[index]]
+        report.missing_keys.extend(name_in_model(stage, index, key) for key in missing)
+    if strict and (report.missing_keys or report.unexpected_keys):
+        text = misfit_text(report.missing_keys, report.unexpected_keys, [])
+        raise ArgumentError(f"{what} does not fit the stages of this rank: {text}")
+    return names, report
 
 
 # State dicts of optimizers -------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,8 @@ from echelon.pipeline.stage_state import (
     gather_optimizer_state,
     load_sharded_state,
     name_in_model,
-    names_of_state,
+    names_that_fit,
+    parameter_name,
     sharded_state,
     shards_by_param,
     stage_parameters,
@@ -61,29 +63,32 @@ class StagedModule(nn.Module, HasShards):
         self._placement, self._group = placement, group
         self._shards = StageShards(modules, stages, group, replicate, num_ranks)
         self._snapshot = ModuleSnapshot(self)
+        names = [self._name_of(key) for key in super().state_dict(keep_vars=True)]
+        self._names_of_all = frozenset(chain.from_iterable(group.all_gather_object(names)))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages for an optimizer, such as flat parameters.
 
+        They have the names of the whole model, as in ``state_dict``.
         A rank that has nothing to train has one more, ``nothing_to_train``, which has no elements
         and never a gradient: no optimizer of torch takes an empty list.
         """
         seen: set[nn.Parameter] = set()
+        start = f"{prefix}." if prefix else ""
         for index, stage in self.stages.items() if recurse else ():
-            name = f"{prefix}{'.' if prefix else ''}stages.{index}"
-            for full_name, param in stage.named_parameters(name, True, remove_duplicate):
+            for name, param in stage.named_parameters("", True, remove_duplicate):
                 if not (remove_duplicate and param in seen):
                     seen.add(param)
-                    yield full_name, param
+                    yield start + parameter_name(stage, int(index), name), param
         if recurse and self._group.size > 1 and not any(param.requires_grad for param in seen):
             if self._nothing_to_train is None:
                 # Not by setattr of a module, which would put it into state dicts.
                 placeholder = nn.Parameter(torch.empty(0, device=self._group.device))
                 object.__setattr__(self, "_nothing_to_train", placeholder)
             assert self._nothing_to_train is not None
-            yield f"{prefix}{'.' if prefix else ''}nothing_to_train", self._nothing_to_train
+            yield f"{start}nothing_to_train", self._nothing_to_train
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the names of the whole model.
@@ -99,14 +104,26 @@ class StagedModule(nn.Module, HasShards):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load this rank's stages from their state, or from a state of the whole model."""
+        """Load this rank's stages from their state, or from a state of the whole model.
+
+        Raises:
+            ArgumentError: with ``strict``, a key is missing or belongs to no stage of any rank.
+        """
         mapping("state_dict", state_dict)
+        names, report = names_that_fit(
+            self._local_modules,
+            state_dict,
+            "the state dict",
+            of_others=self._names_of_all,
+            strict=strict,
+        )
         local_state = {
             f"stages.{index}.{key}": state_dict[name]
-            for index, stage in self.stages.items()
-            for key, name in names_of_state(stage, int(index), state_dict).items()
+            for index, keys in names.items()
+            for key, name in keys.items()
         }
-        return super().load_state_dict(local_state, strict, assign)
+        super().load_state_dict(local_state, False, assign)
+        return report
 
     def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
         """Copies of the state of the whole model, with its names. All ranks call it.

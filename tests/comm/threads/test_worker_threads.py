@@ -177,3 +177,47 @@ def test_a_deadlock_is_told_at_once_beside_threads_that_only_look() -> None:
     with pytest.raises(DeadlockError):
         ec.run(receives_beside_a_monitor, 2, timeout=60)
     assert time.monotonic() - start_s < 20
+
+
+def send_from_a_timer(world: ec.World) -> float:
+    received = torch.zeros(1)
+    if world.rank == 0:
+        threading.Timer(1.0, world.group.send, (torch.ones(1), 1)).start()
+    else:
+        world.group.recv(received, 0)
+    world.group.barrier()
+    return received.item()
+
+
+def test_a_rank_whose_timer_has_yet_to_come_is_not_stuck() -> None:
+    assert ec.run(send_from_a_timer, 2, timeout=60) == [0.0, 1.0]
+
+
+def daemons(world: ec.World) -> list[bool]:
+    """Whether threads are daemons that say nothing of it, say so, or are started by such ones."""
+    seen: list[bool] = []
+
+    def note() -> None:
+        seen.append(threading.current_thread().daemon)
+
+    def start_one() -> None:
+        run_and_join(threading.Thread(target=note))
+
+    for thread in (
+        threading.Thread(target=note),
+        threading.Thread(target=note, daemon=True),
+        threading.Timer(0.0, note),
+        threading.Thread(target=start_one),
+        threading.Thread(target=start_one, daemon=True),
+    ):
+        run_and_join(thread)
+    return seen
+
+
+def run_and_join(thread: threading.Thread) -> None:
+    thread.start()
+    thread.join()
+
+
+def test_threads_of_a_rank_are_daemons_where_those_of_a_process_are() -> None:
+    assert ec.run(daemons, 2) == [[False, True, False, False, True]] * 2

@@ -76,7 +76,17 @@ def _start_and_keep(self: threading.Thread) -> None:
     _thread_start.original(self)
 
 
+def _init_as_of_main(
+    self: threading.Thread, *args: Any, daemon: bool | None = None, **named: Any
+) -> None:
+    # The main thread of a process is no daemon, so what it starts is one only if it says so.
+    if daemon is None and this_rank() is not None:
+        daemon = False
+    _thread_init.original(self, *args, daemon=daemon, **named)
+
+
 _thread_start = Replacement(threading.Thread, "start", _start_and_keep)
+_thread_init = Replacement(threading.Thread, "__init__", _init_as_of_main)
 
 # Each rank needs it.
-keeping_threads = Installation.of(_thread_start)
+keeping_threads = Installation.of(_thread_start, _thread_init)

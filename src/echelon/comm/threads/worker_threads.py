@@ -8,7 +8,8 @@ A thread of a pool waits for work that only another thread gives it. So it bring
 long as it stays in that wait, which its frame shows: the wait has no limit of time. A thread that
 has not communicated yet is most often none that will, as the monitor of a progress bar: it is also
 idle in a wait of Python that has a limit. A thread may have been woken and not have run yet, so it
-counts as idle only when it is seen in the same wait ``LOOKS`` times, ``LOOK_S`` apart.
+counts as idle only when it is seen in the same wait ``LOOKS`` times, ``LOOK_S`` apart. A timer
+waits for its time and for nobody, so it is not idle before.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class WorkerThreads:
 
     def may_go_on(self, waiting: Collection[int]) -> bool:
         """Whether one of them may go on that is not among those that wait in calls of groups."""
-        known = {*self._threads, *(thread.ident or 0 for thread in self._started())}
+        started = self._started()
+        if any(_is_timer_to_come(thread) for thread in started):
+            return True
+        known = {*self._threads, *(thread.ident or 0 for thread in started)}
         looks = [self._is_idle(number) for number in known.difference(waiting)]
         return not all(looks)  # each was looked at, so that all are seen often enough in the end
 
@@ -80,6 +84,10 @@ class WorkerThreads:
             looks += 1
             self._seen[number] = wait, looks, now_s
         return looks > LOOKS
+
+
+def _is_timer_to_come(thread: threading.Thread) -> bool:
+    return isinstance(thread, threading.Timer) and not thread.finished.is_set()
 
 
 def _wait_of(number: int, *, with_limit: bool) -> tuple[int, int] | None:

@@ -188,27 +188,30 @@ class Walk:
         return range(start, stop)
 
     def _issue(self, rank: int, index: int) -> Iterator[Moment]:
-        """Post the ends of transfers of a batch, once, and make all that became possible."""
-        order, batch = self._orders[rank], self.batch(rank, index)
-        fresh: dict[tuple[int, object], list[Transfer]] = {}
-        fronts = list[Transfer]()
+        """Post the ends of transfers of a batch, once, and make all that became possible.
+
+        None is posted while a value that one of its sends needs is not made.
+        """
+        batch, order = self.batch(rank, index), self._orders[rank]
+        ends = list[tuple[int, Action, Transfer]]()
         for position in batch:
             (action,) = order[position].parts
             transfer = None if self._transfer_of is None else self._transfer_of(action)
-            if transfer is None:
-                continue
-            if action.kind in SENDS:
-                if transfer in self._sends or not self.available[transfer.value]:
-                    return
-                self._sends[transfer] = position, action
-            else:
+            if transfer is not None:
+                ends.append((position, action, transfer))
+        sends = {end: (position, send) for position, send, end in ends if send.kind in SENDS}
+        if not all(self.available[end.value] and end not in self._sends for end in sends):
+            return
+        self._sends |= sends
+        fresh: dict[tuple[int, object], list[Transfer]] = {}
+        for position, action, transfer in ends:
+            if action.kind not in SENDS:
                 yield rank, position, action, transfer
-            fronts.append(transfer)
             fresh.setdefault(_queue_name(self.channel, rank, transfer), []).append(transfer)
         for name, members in fresh.items():
             self.queues.setdefault(name, deque()).append(members)
         self._issued[rank] = batch.stop
-        yield from self._transfer(fronts)
+        yield from self._transfer([transfer for *_, transfer in ends])
 
     def _transfer(self, fronts: list[Transfer]) -> Iterator[Moment]:
         """Make the transfers whose two ends are first in their queues, and those behind them."""

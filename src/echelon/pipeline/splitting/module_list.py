@@ -128,7 +128,7 @@ class ModuleListBlocks(Blocks):
         suffix: Sequence[str] | None,
     ) -> None:
         self._model, self._list_name = model, list_name
-        self.modules = list(model.get_submodule(list_name).children())
+        self.modules = _distinct_blocks(model, list_name)
         _check_router_logits(model)
         before, after, self._tables = names_around(model, list_name)
         default_prefix = [name for name in before if name not in (suffix or ())]
@@ -181,6 +181,19 @@ class ModuleListBlocks(Blocks):
             "name may be in both), give all ranks the keyword arguments that blocks use, or give "
             "the model a method pipeline_layers()"
         )
+
+
+def _distinct_blocks(model: nn.Module, list_name: str) -> list[nn.Module]:
+    children = model.get_submodule(list_name)._modules.values()
+    blocks = [block for block in children if block is not None]
+    for i, block in enumerate(blocks):
+        if (first := blocks.index(block)) != i:
+            raise ArgumentError(
+                f"block {i} of {list_name!r} is block {first} again, and stages take blocks for "
+                "different modules: give the model a method pipeline_layers() that returns its "
+                "layers in order"
+            )
+    return blocks
 
 
 def _checked_names(

@@ -79,7 +79,10 @@ def split(
     args = example if isinstance(example, tuple) else None if example is None else (example,)
     costs = _costs(module, blocks, make_blocks, cost, args, group)
     stages = _stages(module, blocks, make_blocks, costs, num_stages, schedule, memory_cap, args)
-    return [blocks.submodule(stage.start, stage.stop) for stage in stages]
+    _check_buffers(blocks, stages)
+    submodules: list[nn.Module] = [blocks.submodule(part.start, part.stop) for part in stages]
+    _check_state(module, submodules)
+    return submodules
 
 
 def _check_num_stages(
@@ -99,16 +102,61 @@ def _check_num_stages(
         )
 
 
+def _check_runs_its_layers(module: nn.Module) -> None:
+    """Refuse a model whose call does more than to run its layers, which is all that stages do."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    has_hooks = bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    runs_layers = callable(getattr(module, "pipeline_layers", None)) or (
+        type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+    )
+    what = "hooks" if has_hooks else None if runs_layers else "a forward of its own"
+    if what is not None:
+        raise ArgumentError(
+            f"the model, a {type(module).__name__}, has {what}, and stages run its layers alone: "
+            "put that into a layer, or give it a method pipeline_layers() that returns its layers"
+        )
+
+
+def _check_state(module: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Refuse a model with state that is in no layer, so that no stage would have it."""
+    in_stages = [stage.state_dict(keep_vars=True).values() for stage in stages]
+    known = {id(value) for values in in_stages for value in values}
+    state = module.state_dict(keep_vars=True).items()
+    lost = [key for key, value in state if isinstance(value, Tensor) and id(value) not in known]
+    if lost:
+        raise ArgumentError(
+            f"{lost[:4]} of the model, a {type(module).__name__}, belong to none of its "
+            "layers, so no stage would have them: put them into a layer"
+        )
+
+
+def _check_buffers(blocks: Blocks, stages: Partition) -> None:
+    """Refuse a layer with buffers that several stages have: each would change its own."""
+    stage_of: dict[nn.Module, int] = {}
+    for stage, indices in enumerate(stages):
+        for i in indices:
+            layer = blocks.modules[i]
+            first = stage_of.setdefault(layer, stage)
+            if first != stage and any(True for _ in layer.buffers()):
+                raise ArgumentError(
+                    f"layer {i} of the model, a {type(layer).__name__} with buffers, is also a "
+                    f"layer of stage {first}, and each of both stages would change its own: make "
+                    "two modules of it, or a cost= by which they are in one stage"
+                )
+
+
 def blocks_of(
     module: nn.Module, prefix: Sequence[str] | None = None, suffix: Sequence[str] | None = None
 ) -> Blocks:
     """The blocks of a model, by the first way of cutting it that applies."""
     layers = getattr(module, "pipeline_layers", None)
     blocks: Blocks
+    if callable(layers) or isinstance(module, nn.Sequential):
+        _check_runs_its_layers(module)
     if callable(layers):
         blocks = SequentialBlocks(module, layers(), spread_tuples=True)
     elif isinstance(module, nn.Sequential):
-        blocks = SequentialBlocks(module, list(module.children()), spread_tuples=False)
+        blocks = SequentialBlocks(module, list(module), spread_tuples=False)
     elif (list_name := find_module_list(module)) is not None:
         return ModuleListBlocks(module, list_name, prefix, suffix)
     else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MethodType
@@ -90,7 +91,7 @@ class Blocks(ABC):
     """The blocks of a model in order, which are not cut further.
 
     Attributes:
-        modules: the module of each block.
+        modules: the module of each block; several blocks may be one module.
     """
 
     modules: list[nn.Module]
@@ -162,13 +163,19 @@ class _Sequence(nn.Module):
 
 
 def _names_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]:
-    """The names of ``layers`` in ``model``; None for a layer without state that is not in it."""
-    names = {id(module): name for name, module in model.named_modules()}
+    """The names of ``layers`` in ``model``; None for a layer without state that is not in it.
+
+    A module that is several layers has as many names, in an ``nn.Sequential``.
+    """
+    names: dict[nn.Module, deque[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, deque()).append(name)
     names_of_layers: list[str | None] = []
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ArgumentError(f"layer {index} of the model is {layer!r:.60}, not a nn.Module")
-        name = names.get(id(layer))
+        left = names.get(layer)
+        name = None if left is None else left.popleft() if len(left) > 1 else left[0]
         if name is None and any(True for _ in _tensors(layer)):
             raise ArgumentError(
                 f"layer {index} of the model, a {type(layer).__name__}, has parameters or buffers "
