@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Trainer:
         no_sync: as of a wrapper.
         sync: reduces gradients now.
         is_manual: whether nothing else reduces them.
+        ignored: the names of parameters that a wrapper does not know.
     """
 
     model: nn.Module
@@ -40,6 +42,7 @@ class Trainer:
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     sync: Callable[[], None] = lambda: None
     is_manual: bool = False
+    ignored: AbstractSet[str] = frozenset()
 
 
 @dataclass
@@ -109,6 +112,13 @@ class Step:
     def backward(self, loss: Tensor, x: Tensor | None = None, **options: Any) -> None:
         if not loss.requires_grad:
             raise InvalidCase("a loss without a graph")
+        waits = self.spec.get("micro") or self.spec.get("sync") == "late"
+        if self.on.model is self.on.plain and (waits or "inputs" in options):
+            params = options.get("inputs", self.on.params.values())
+            ignored = {id(self.on.params[name]) for name in self.on.ignored}
+            known = [p for p in params if p.requires_grad and id(p) not in ignored]
+            if not leads_to(loss, known):
+                raise InvalidCase("a backward that no wrapper sees, where one should reduce")
         loss.backward(**options)
         if x is not None and x.grad is not None:
             self.record.see("gradient of the input", x.grad)
@@ -181,8 +191,6 @@ class Step:
         chosen = [p for i, p in enumerate(self.on.params.values()) if p.requires_grad and i % 2]
         if not chosen:
             raise InvalidCase("no parameter to choose")
-        if self.on.model is self.on.plain and not leads_to(loss, chosen):
-            raise InvalidCase("a backward that does nothing, of which no wrapper can know")
         self.backward(loss, x, inputs=chosen)
 
 

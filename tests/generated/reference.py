@@ -82,7 +82,7 @@ class Reference:
         for number in range(len(self.case["steps"])):
             self.before(number)
             for rank, model in enumerate(self.models):
-                trainer = Trainer(model, model, self.params[rank], rank)
+                trainer = Trainer(model, model, self.params[rank], rank, ignored=self.ignored)
                 step = Step(trainer, self.case, number)
                 try:
                     record = step.run()

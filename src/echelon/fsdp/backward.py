@@ -196,7 +196,8 @@ class Backward:
         run.awaits_backward = False
         current = self._begin()
         state = current.units[u]
-        is_new = state.state in (UNREACHED, SKIPPED)
+        is_again = state.state is COMPLETE and not current.requires_gradient_sync
+        is_new = state.state in (UNREACHED, SKIPPED) or is_again  # what is kept may be added to
         is_another = forward.reach(current)
         if is_another:
             state.inside += 1
