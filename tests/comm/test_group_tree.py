@@ -12,16 +12,16 @@ def test_steps_of_all_groups_run_once_last_first_and_the_first_error_is_raised()
     assert child.root is root
     ran: list[str] = []
 
-    def fail() -> None:
+    def fail(seconds: float | None) -> None:
         ran.append("fail")
         raise ValueError("unsaved")
 
-    root.before_close(lambda: ran.append("first"))
-    forget = child.before_close(lambda: ran.append("forgotten"))
+    root.before_close(lambda seconds: ran.append(f"first, in {seconds}"))
+    forget = child.before_close(lambda seconds: ran.append("forgotten"))
     child.before_close(fail)
     forget()
     forget()
     with pytest.raises(ValueError, match="unsaved"):
         child.prepare_close()
-    root.prepare_close()
-    assert ran == ["fail", "first"]
+    root.prepare_close(3.0)
+    assert ran == ["fail", "first, in None"]

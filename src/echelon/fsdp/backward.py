@@ -429,7 +429,7 @@ class Backward:
                 "under no_sync()? Without it, backward reduces them itself"
             )
         self._check_hooks(None)
-        with token_of_body() as token:
+        with token_of_body(self._set_back) as token:
             self._pass = BackwardPass(token, True, len(self._units))
             self._finish()
 

@@ -609,10 +609,10 @@ class Reduction:
                 self.shard.accumulate(self._output, add=self._reduced_before is not None)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(error) from error
-        if self._kept is not None or self._output is not None:
+        if self._kept is not None or (self._output is not None and not self._devices.offloads):
             # The stream that they belong to waits for the one that has read them.
             self._devices.reduce_stream.wait_for_current()
-            self._kept = self._output = None
+        self._kept = self._output = None
 
     def set_grads(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of what has a gradient; by parameter, whether a rank has ``used`` it."""

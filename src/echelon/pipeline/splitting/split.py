@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -104,8 +104,9 @@ def _check_num_stages(
 
 def _check_runs_its_layers(module: nn.Module) -> None:
     """Refuse a model whose call does more than to run its layers, which is all that stages do."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    has_hooks = bool(forward or module._backward_hooks or module._backward_pre_hooks)
+    forward = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+    backward = *module._backward_hooks.values(), *module._backward_pre_hooks.values()
+    has_hooks = any(map(_is_of_user, (*forward, *backward)))
     runs_layers = callable(getattr(module, "pipeline_layers", None)) or (
         type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
     )
@@ -115,6 +116,11 @@ def _check_runs_its_layers(module: nn.Module) -> None:
             f"the model, a {type(module).__name__}, has {what}, and stages run its layers alone: "
             "put that into a layer, or give it a method pipeline_layers() that returns its layers"
         )
+
+
+def _is_of_user(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is not one of ours, which record what modules give where these are called."""
+    return not getattr(hook, "__module__", "").startswith("echelon.")
 
 
 def _check_state(module: nn.Module, stages: Sequence[nn.Module]) -> None:
