@@ -140,6 +140,12 @@ ALLOWED: tuple[Allowed, ...] = (
         lambda case: has(case["model"], "parent"),
         "docs/fsdp-details.md, How a unit is sharded: a module that is never called is no unit",
     ),
+    (
+        r"and its argument is sharded: '[\w.]*' of unit",
+        lambda case: has(case["model"], "again") and has(case["model"], "tie"),
+        "docs/fsdp-details.md, How a unit is sharded: a tied parameter is of the module that has "
+        "all its uses, and a cell that is called outside of that module shows a part of it",
+    ),
 )
 
 

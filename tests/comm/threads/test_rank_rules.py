@@ -175,6 +175,28 @@ def test_a_group_whose_ranks_do_not_all_come_holds_those_of_its_first_batch() ->
         ec.run(main, 3, rules="nccl")
 
 
+def test_what_holds_a_queue_says_which_rank_it_lacks() -> None:
+    def main() -> None:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
+        for group, ranks in zip(groups, ((0, 1), (1, 2)), strict=True):
+            if rank in ranks:
+                dist.all_reduce(torch.ones(1), group=group)  # its first use
+        dist.barrier()
+        if rank == 1:
+            dist.broadcast(torch.ones(1), 1, group=groups[1], async_op=True)
+        if rank != 2:
+            dist.all_reduce(torch.ones(1), group=groups[0])
+        dist.barrier()
+
+    with pytest.raises(ec.DeadlockError) as caught:
+        ec.run(main, 3, rules="nccl")
+    text = str(caught.value)
+    assert "it is queued on rank 1 behind broadcast" in text
+    assert ", not joined by rank 2" in text
+
+
 def test_a_receive_from_any_rank_is_refused() -> None:
     def main() -> None:
         dist.init_process_group("gloo")

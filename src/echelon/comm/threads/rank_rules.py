@@ -299,8 +299,9 @@ class OneQueue(RankRules):
             kind = "pair" if key[0].startswith(_PAIR) else "group"
             return f"its first use of a {kind} holds {ranks_text(key[1])} until all have come"
         for rank in sorted(self.holders(pending)):
-            for call in self._queues[rank][0].parts.values():
-                return f"it is queued on rank {rank} behind {call}"
+            for head, call in self._queues[rank][0].parts.items():
+                absent = f", not joined by {ranks_text(sorted(head.absent))}" if head.absent else ""
+                return f"it is queued on rank {rank} behind {call}{absent}"
         return self._other_channel(pending)
 
     def _other_channel(self, pending: Pending) -> str:
