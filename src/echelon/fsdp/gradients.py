@@ -601,10 +601,10 @@ class Reduction:
         self._follow()
         if self._event is not None:
             self._event.wait()
+        if self._output is not None and self._devices.offloads:
+            assert self._event is not None
+            self._event.synchronize()  # the host adds when the copy is over
         if self._output is not None and keep:
-            if self._devices.offloads:  # the host adds when the copy is over
-                assert self._event is not None
-                self._event.synchronize()
             try:
                 self.shard.accumulate(self._output, add=self._reduced_before is not None)
             except torch.OutOfMemoryError as error:
