@@ -106,8 +106,8 @@ def check_skips(kind: str, *values: float) -> None:
         else:
             assert FAULTY in ranks, (way, error)
         if how == "gradient" and way != "flat FSDP":
-            prefix = {"Pipeline": "stages.2.layer.", "DDP in stages": "stages.1.layer.",
-                      "FSDP in stages": "stages.1.layer."}.get(way, "")  # fmt: skip
+            prefix = {"Pipeline": "2.layer.", "DDP in stages": "1.layer.",
+                      "FSDP in stages": "1.layer."}.get(way, "")  # fmt: skip
             assert next(iter(error.gradients)).startswith(prefix), (way, error)
 
 
