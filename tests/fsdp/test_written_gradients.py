@@ -10,18 +10,11 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.errors import StateError
+from tests.fsdp import kinds
 
-UNITS = {"units": ec.units.by_type(nn.Linear), "min_num_params": 0}
 WIDE = {"precision": ec.MixedPrecision(reduce=torch.float64)}
-KINDS: dict[str, dict[str, Any]] = {
-    "flat": UNITS,
-    "rows": {**UNITS, "layout": "rows"},
-    "flat parameters": {**UNITS, "use_orig_params": False},
-    "zero 1": {**UNITS, "strategy": ec.Strategy.SHARD_OPTIMIZER},
-    "replicated": {**UNITS, "strategy": ec.Strategy.NO_SHARD},
-    "small units": {},
-    "offloaded": {**UNITS, "offload": ec.Offload.ALL},
-}
+NAMES = ("flat", "rows", "flat parameters", "zero 1", "replicated", "small units", "offloaded")
+KINDS = {name: kinds.KINDS[name] for name in NAMES}
 OPTIONS = KINDS | {f"{name}, summed wider": one | WIDE for name, one in KINDS.items()}
 
 

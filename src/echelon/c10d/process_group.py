@@ -16,12 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from echelon.c10d.connection import Connection, connect, of_processes
-from echelon.c10d.dist_work import (
-    C10dWork,
-    ReceiveFromAny,
-    is_in_callback,
-    wait_for_all,
-)
+from echelon.c10d.dist_work import C10dWork, ReceiveFromAny, is_in_callback, wait_for_all
 from echelon.c10d.monitored_barrier import MonitoredBarrier
 from echelon.c10d.named_process_group import BACKEND, NamedProcessGroup
 from echelon.c10d.sparse_reduction import SparseAllReduce

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from echelon.fsdp.execution_order import ExecutionOrder
-from echelon.fsdp.gradients import Reduction
+from echelon.fsdp.gradients import GradientShard, Reduction
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.pass_state import REACHED, SKIPPED, UNREACHED, BackwardPass
 from echelon.fsdp.policy import FSDPOptions
@@ -19,6 +20,8 @@ from echelon.fsdp.unit import Unit
 from echelon.modules.autograd import add_gradient
 from echelon.modules.parameters import TrainableParameters
 from echelon.modules.replica_check import ReplicaCheck
+
+_T = TypeVar("_T")
 
 
 @final
@@ -130,16 +133,18 @@ class GradientReducer:
 
     def _show_kept(self, u: int, gradients: Sequence[Tensor | None]) -> None:
         """Let ``.grad`` have unsharded gradients of a unit, which is sharded again."""
-        first = 0
-        for shard in self._units[u].gradient_shards:
-            last = first + len(shard.storage.params)
+        for shard, of_shard in self._by_shard(u, gradients):
             kept = [
-                None if gradient is None else gradient.to(shard.wire_dtype)
-                for gradient in gradients[first:last]
+                None if gradient is None else gradient.to(shard.wire_dtype) for gradient in of_shard
             ]
             shard.show_kept(kept)
             self._kept_nbytes += _nbytes(kept)
-            first = last
+
+    def _by_shard(self, u: int, values: Sequence[_T]) -> Iterator[tuple[GradientShard, list[_T]]]:
+        """The shards of a unit, each with the values of its parameters."""
+        rest = iter(values)
+        for shard in self._units[u].gradient_shards:
+            yield shard, list(islice(rest, len(shard.storage.params)))
 
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add an unsharded gradient of one parameter to those that ``no_sync`` keeps."""
@@ -277,16 +282,10 @@ class GradientReducer:
                     shard.put_back(before)
                 if (kept := self._kept.pop(u, None)) is not None:
                     self._show_kept(u, kept)
-                elif u in aborted.joined:
-                    self._show_lost(u, aborted.joined[u])
+                else:
+                    for shard, was_kept in self._by_shard(u, aborted.joined.get(u, ())):
+                        shard.show_lost(was_kept)
         aborted.reduced_before.clear()
-
-    def _show_lost(self, u: int, was_kept: list[bool]) -> None:
-        first = 0
-        for shard in self._units[u].gradient_shards:
-            last = first + len(shard.storage.params)
-            shard.show_lost(was_kept[first:last])
-            first = last
 
     def discard(self, aborted: BackwardPass) -> None:
         """Wait for the reductions of a backward that was aborted, and drop them."""
