@@ -14,7 +14,13 @@ from echelon.errors import ArgumentError
 from tests.generated.judge import same, same_gradient
 from tests.generated.modules import WIDTH, Builder, Part
 from tests.generated.operations import Spec
-from tests.generated.program import InvalidCase, Toggles, batch, new_optimizer
+from tests.generated.program import (
+    InvalidCase,
+    Toggles,
+    batch,
+    check_stays_small,
+    new_optimizer,
+)
 from tests.generated.rules import rule_of
 from tests.generated.values import factor, unpack
 
@@ -96,9 +102,7 @@ class Whole:
                 nn.utils.clip_grad_norm_(list(self.params.values()), limit) if clips else None
             )
             self.optimizer.step()
-        for value in self.stages.state_dict().values():
-            if not torch.isfinite(value.abs()).all():
-                raise InvalidCase("not finite")
+        check_stays_small(self.stages.state_dict())
         return self
 
     def step(self, number: int, replica: int) -> Tensor:
