@@ -19,6 +19,8 @@ BY_NAME = {
     "comm.threads.kept_by_threads": "what a thread keeps is on the thread",
     "comm.threads.output_names": "what code outside of ranks sets of a logger is on the logger",
     "diagnosis.rank_monitor": "a mark on a function of echelon, for the compiler",
+    "ddp.buckets": "gradients of parameters, in a loop that stays in C",
+    "fsdp.unit": "classes and memory of parameters, in loops that stay in C",
     "integrations.transformers.trainer": "fields of the control that its callbacks assign",
     "laboratory.shared_breakpoints": "fields of its own object",
     "launch.served_program": "a mark on a function of echelon, for the compiler",
@@ -55,7 +57,9 @@ def assigned(tree: ast.Module) -> Iterator[tuple[bool, str]]:
     others, namespaces = imported(tree)
     for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, ast.expr) else ""
-        if isinstance(node, ast.Call) and text.startswith(("setattr(", "delattr(")):
+        if isinstance(node, ast.Call) and any(
+            ast.unparse(used) in ("setattr", "delattr") for used in (node.func, *node.args)
+        ):
             yield True, text
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             if text.startswith("vars(") or ast.unparse(node.value) in namespaces:
@@ -91,6 +95,7 @@ def test_attributes_of_others_are_replaced_in_three_ways() -> None:
         "import torch.nn as nn\nnn.Module.forward = f",
         "import torch\ndel torch.nn.Module.forward",
         "from a import b\nsetattr(b, 'name', f)",
+        "from a import b\nlist(map(setattr, [b], ['name'], [f]))",
         "from a import b\nvars(b)['name'] = f",
         "from a import b\nnames = vars(b)\nnames['name'] = f",
         "from a import B\nB.name = f",

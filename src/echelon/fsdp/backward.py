@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import cast, final
 
 import torch
@@ -47,6 +48,8 @@ from echelon.fsdp.unsharder import Unsharder
 from echelon.modules.autograd import Token, is_of_inputs_only, queue_end, token_of_body
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.wrapper import check_may_sync
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @final
@@ -239,7 +242,7 @@ class Backward:
     def _expected(self, u: int) -> int:
         """The number of gradients that will come; parameters may be frozen after wrapping."""
         with DisableTorchFunctionSubclass():  # they may be parts, whose facts take a look-up
-            return sum(param.requires_grad for param in self._units[u].trainable)
+            return sum(map(_requires_grad, self._units[u].trainable))
 
     def _gradient_hook(self, u: int) -> Callable[[nn.Parameter], None]:
         reference = weakref.ref(self)  # see the note in ``deferred_hooks``
@@ -280,9 +283,9 @@ class Backward:
                 "backward, after the first was reduced. Reentrant activation checkpointing of a "
                 "shared module does that: use checkpoint(..., use_reentrant=False)"
             )
-        if state.is_repeated or param not in state.arrived:
+        if state.is_repeated or id(param) not in state.arrived:
             state.remaining -= 1
-            state.arrived.add(param)
+            state.arrived.add(id(param))
         if state.remaining <= 0:
             self._complete_if_left(current, u)
 

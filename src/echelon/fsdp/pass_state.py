@@ -43,7 +43,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from echelon.fsdp.gradients import Reduction
@@ -234,8 +234,8 @@ class UnitBackward:
     Attributes:
         state: how far the backward is with the unit.
         remaining: the number of gradients that have not arrived.
-        arrived: the parameters whose gradients have arrived. Those of the root may be used in
-            several reentrant checkpoints, each of which gives a gradient.
+        arrived: the ``id`` of each parameter whose gradient has arrived. Those of the root may be
+            used in several reentrant checkpoints, each of which gives a gradient.
         is_repeated: whether each forward of the unit gives gradients of its own.
         inside: the number of its forwards that backward has reached and not left.
         nested: the number of its forwards that ran, and run backward, inside of this backward.
@@ -246,7 +246,7 @@ class UnitBackward:
     def __init__(self) -> None:
         self.state = UNREACHED
         self.is_repeated = False
-        self.arrived: set[nn.Parameter] = set()
+        self.arrived: set[int] = set()  # a tensor's own hash is a function of Python
         self.remaining = self.inside = self.nested = 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import chain, repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,8 +30,8 @@ from echelon.modules.sharded_tensor import (
 )
 from echelon.modules.stage_gradients import JoinedStages, StageGradient
 
-# By optimizer whose step is under way: what is plain meanwhile, and of which class it is.
-_plain: WeakKeyDictionary[Optimizer, list[tuple[Tensor, type[Tensor]]]] = WeakKeyDictionary()
+# By optimizer whose step is under way: what is plain meanwhile, and the class of each.
+_plain: WeakKeyDictionary[Optimizer, tuple[list[Tensor], list[type[Tensor]]]] = WeakKeyDictionary()
 # By optimizer, the id of the state that consists of parts; 0 after a load.
 _cut: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
@@ -112,7 +113,7 @@ def _make_plain(optimizer: Optimizer) -> None:
     gradients = {id(gradient) for gradient in marked}
     for value in _marked_in([optimizer.state], seen):
         if id(value) not in gradients:
-            _set_class(value, Tensor)
+            _set_classes([value], repeat(Tensor))
             vars(value).pop("_sharding", None)  # or it could not be saved
     if params and _cut.get(optimizer) != id(optimizer.state):
         if optimizer not in _cut:
@@ -122,11 +123,10 @@ def _make_plain(optimizer: Optimizer) -> None:
         _take_parts(optimizer, params)
         _cut[optimizer] = id(optimizer.state)
     marked += _marked_in([optimizer], seen)
-    _plain[optimizer] = [(tensor, type(tensor)) for tensor in (*params, *marked)]
-    for tensor in marked:
-        _set_class(tensor, Tensor)
-    for param in params:
-        _set_class(param, nn.Parameter)
+    tensors = [*params, *marked]
+    _plain[optimizer] = tensors, list(map(type, tensors))
+    _set_classes(marked, repeat(Tensor))
+    _set_classes(params, repeat(nn.Parameter))
 
 
 _MARKED = frozenset((ShardedTensor, StageGradient, JoinedStages))
@@ -140,8 +140,13 @@ def _marked_in(values: Iterable[Any], seen: set[int]) -> list[Tensor]:
     waiting = [values]
     while waiting:
         items = tuple(waiting.pop())
-        if _HOLDS_NOTHING.issuperset(map(type, items)):
+        types = set(map(type, items))
+        if types <= _HOLDS_NOTHING:
             continue  # as nearly always: this runs before each step, over every state
+        if types == {dict} and seen.isdisjoint(map(id, items)):
+            seen.update(map(id, items))  # the states of all parameters, in loops that stay in C
+            waiting.append(chain.from_iterable(map(dict.values, items)))
+            continue
         for value in items:
             if type(value) in _MARKED:
                 marked.append(value)
@@ -157,8 +162,8 @@ def _held_by(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def _set_class(tensor: Tensor, cls: type[Tensor]) -> None:
-    setattr(tensor, "__class__", cls)  # noqa: B010  (mypy knows the narrower class)
+def _set_classes(tensors: Iterable[Tensor], classes: Iterable[type[Tensor]]) -> None:
+    deque(map(setattr, tensors, repeat("__class__"), classes), maxlen=0)  # a loop that stays in C
 
 
 def _state_is_another(optimizer: Optimizer) -> None:
@@ -176,5 +181,5 @@ def _take_parts(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def _restore(optimizer: Optimizer) -> None:
-    for tensor, cls in _plain.pop(optimizer, ()):
-        _set_class(tensor, cls)
+    if (switched := _plain.pop(optimizer, None)) is not None:
+        _set_classes(*switched)
