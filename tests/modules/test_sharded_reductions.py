@@ -34,6 +34,13 @@ def test_a_number_along_rows_is_a_part_and_along_columns_is_refused() -> None:
             looks(lambda p, dim=dim: p.detach().sum(dim), layout)
 
 
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_values_with_indices_are_refused_for_a_vector_too(name: str, dim: int) -> None:
+    with pytest.raises(StateError, match=f"{name}\\(\\) along a dim"):
+        looks(lambda p: getattr(p.detach().view(-1), name)(dim))
+
+
 def test_a_rank_without_elements_takes_part() -> None:
     for row in (0, 4):
         assert looks(lambda p, row=row: (p.detach().view(-1) * 0 + row).max().item()) == row

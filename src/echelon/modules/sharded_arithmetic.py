@@ -232,12 +232,15 @@ def elementwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if kwargs.get("out") is not None:
         kwargs = dict(kwargs)
         out = kwargs.pop("out")
-        target_of(out, func)(elementwise(func, args, kwargs))
+        compute = elementwise if parts_in((args, kwargs)) else call_plain
+        target_of(out, func)(compute(func, args, kwargs))
         return out
     home = _home_of(parts_in((args, kwargs)), func, args, kwargs)
     local = [operand(value, home, func) for value in args]
     named = {key: operand(value, home, func) for key, value in kwargs.items()}
     result = without_gradient(lambda: call_plain(func, local, named), (args, kwargs))
+    if isinstance(result, tuple):
+        refuse(func, args, kwargs, "of a mask gives indices, which need the whole tensor")
     return part_like(result, home)
 
 

@@ -69,7 +69,7 @@ def _item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """A slice of parameters end to end that consists of whole parameters."""
     tensor, index = args
     if not is_part(tensor):
-        return func(tensor, gathered(index))
+        return func(tensor, _whole(index))
     sharding = sharding_of(tensor)
     is_slice = isinstance(index, slice) and index.step in (None, 1) and len(sharding.shape) == 1
     if is_slice and sharding.pieces:
@@ -83,12 +83,19 @@ def _item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     refuse(func, args, kwargs)
 
 
+def _whole(index: Any) -> Any:
+    """An index into a plain tensor, without parts."""
+    if isinstance(index, tuple | list):
+        return type(index)(map(_whole, index))
+    return gathered(index)
+
+
 def _written_item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``tensor[:] = value`` and ``tensor[...] = value``."""
     tensor, index, value = args
     is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
     if not is_part(tensor):
-        func(tensor, gathered(index), gathered(value))
+        func(tensor, _whole(index), gathered(value))
     elif is_all:
         in_place(Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_, (tensor, value), {})
     elif isinstance(index, int) and len(whole_shape(tensor)) == 1 and not is_part(value):

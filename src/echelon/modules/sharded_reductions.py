@@ -134,7 +134,7 @@ def reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     if named.get("out") is not None:
         refuse(func, args, kwargs)
     dims = dims_within(dim, sharding)
-    if dims is not None and name in ("max", "min"):
+    if dim is not None and name in ("max", "min"):
         refuse(func, args, kwargs, "along a dim")
     if dims is not None:
         return along_rows(func, args, kwargs, dims, bool(named.get("keepdim")))
