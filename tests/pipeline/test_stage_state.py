@@ -154,6 +154,18 @@ def test_a_shared_parameter_in_two_groups_is_refused() -> None:
     run_world("threads", groups_apart, 2)
 
 
+def named_as_in_the_model(world: World) -> None:
+    plain, pipe = tied_stages(ec.Plan(pp=2, microbatches=3), world)
+    known = [name for name, _ in plain.named_parameters()]
+    names = [name for name, _ in pipe.named_parameters()]
+    assert "inner.embed.weight" in names
+    assert len(names) == len(set(names) & set(known))
+
+
+def test_a_shared_parameter_has_the_name_of_the_model_on_each_rank() -> None:
+    run_world("threads", named_as_in_the_model, 2)
+
+
 # --- shards ------------------------------------------------------------------------------------
 
 

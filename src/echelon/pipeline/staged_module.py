@@ -71,7 +71,7 @@ class StagedModule(nn.Module, HasShards):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages for an optimizer, such as flat parameters.
 
-        They have the names of the whole model, as in ``state_dict``.
+        They have the names of the whole model; a parameter that several stages share has its first.
         A rank that has nothing to train has one more, ``nothing_to_train``, which has no elements
         and never a gradient: no optimizer of torch takes an empty list.
         """
@@ -81,7 +81,8 @@ class StagedModule(nn.Module, HasShards):
             for name, param in stage.named_parameters("", True, remove_duplicate):
                 if not (remove_duplicate and param in seen):
                     seen.add(param)
-                    yield start + parameter_name(stage, int(index), name), param
+                    full_name = parameter_name(stage, int(index), name)
+                    yield start + self._first_names.get(full_name, full_name), param
         if recurse and self._group.size > 1 and not any(param.requires_grad for param in seen):
             if self._nothing_to_train is None:
                 # Not by setattr of a module, which would put it into state dicts.
