@@ -179,6 +179,49 @@ def gradients_kept_and_added(job: Job) -> Any:
 
 
 @right
+def gradients_scaled_and_put_back(job: Job) -> Any:
+    job.backward()
+    for p in job.params:
+        kept = p.grad.data
+        p.grad.data = p.grad.data * 2
+        p.grad.data = kept
+    return [p.grad.norm() for p in job.params]
+
+
+@right
+def gradients_put_aside_and_added(job: Job) -> Any:
+    job.backward()
+    kept = [p.grad.data for p in job.params]
+    for p in job.params:
+        p.grad.data = torch.zeros_like(p)
+    job.backward(1)
+    norms = [one.norm() for one in kept]
+    for p, one in zip(job.params, kept, strict=True):
+        p.grad.add_(one)
+    return norms
+
+
+@right
+def gradients_exchanged(job: Job) -> Any:
+    job.backward()
+    a, b = job.inner.body[0].bias, job.inner.body[2].bias
+    a.grad.data, b.grad.data = b.grad.data, a.grad.data
+    norms = a.grad.norm(), b.grad.norm()
+    job.backward(1)
+    return *norms, a.grad.norm(), b.grad.norm()
+
+
+@right
+def a_gradient_of_another_shape_is_set_and_zeroed(job: Job) -> Any:
+    job.backward()
+    for p in job.params:
+        p.grad = (p.grad.view(-1) * 0.5).view_as(p)
+    norms = [p.grad.to(p).norm() for p in job.params]
+    job.model.zero_grad(set_to_none=False)
+    return norms
+
+
+@right
 def gradients_as_vector(job: Job) -> Any:
     job.backward()
     vector = torch.cat([p.grad.reshape(-1) for p in job.params])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fsdp.plain_job import Job, refused
+from tests.fsdp.plain_job import Job, ids, refused
 
 # Needs the whole -----------------------------------------------------------------------------
 
@@ -98,6 +98,31 @@ def column_means(job: Job) -> Any:
 def penalty_beside_the_forward(job: Job) -> Any:
     (job.loss() + 0.1 * sum(p.square().sum() for p in job.params)).backward()
     job.sgd().step()
+
+
+@refused
+def penalty_written_into_another_tensor(job: Job) -> Any:
+    weight = job.inner.head.weight
+    away = torch.zeros(11, 6, dtype=torch.float64).add_(weight)
+    (job.loss() + away.square().sum()).backward()
+
+
+@refused
+def penalty_of_foreach_norms(job: Job) -> Any:
+    (job.loss() + torch.stack(torch._foreach_norm(job.params)).sum()).backward()
+
+
+@refused
+def penalty_of_a_cut_of_the_vector(job: Job) -> Any:
+    vector = nn.utils.parameters_to_vector(job.params)[: job.params[0].numel()]
+    (job.loss() + vector.square().sum()).backward()
+
+
+@refused
+def activations_scaled_beside_the_forward(job: Job) -> Any:
+    out = job.model(ids(0))
+    out.mul_(job.inner.scale)
+    out.sum().backward()
 
 
 @refused

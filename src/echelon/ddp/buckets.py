@@ -210,16 +210,18 @@ class Bucket:
         """Write the next gradients elsewhere if somebody keeps earlier ones; see the note."""
         before, home = self._gradients, self._home
         grads = list(map(_grad, self.params))
-        before.bring_back(grads)
+        is_left = before.is_left()
+        if not is_left:
+            before.bring_back(grads)
         is_ours = list(map(is_, grads, before.views))
         del grads  # or these references would count as those of somebody who holds them
-        if all(is_ours):
+        if all(is_ours) and not is_left:
             return  # they are added to in place
         ours = [slot for slot, is_it in enumerate(is_ours) if is_it] if any(is_ours) else []
         for slot in ours:
             self.params[slot].grad = None
         may_return = before is not home and not ours
-        if (is_held := before.is_held()) or may_return:
+        if (is_held := is_left or before.is_held()) or may_return:
             if before is not home and not home.is_held():
                 self._move(home)
             elif is_held:
@@ -229,6 +231,8 @@ class Bucket:
             if self._gradients is not before:
                 self.grad_views[slot].copy_(before.views[slot])
             self.params[slot].grad = self.grad_views[slot]
+        if is_left:
+            before.bring_back([None] * len(self.params))
 
     def _move(self, memory: GradientMemory) -> None:
         if self._gradients is not self._home:

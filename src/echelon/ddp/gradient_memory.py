@@ -37,6 +37,17 @@ class GradientMemory:
         """Whether somebody holds a gradient, or a view of one. No ``.grad`` may be one of them."""
         return count_references(self.flat, self.views) != self._held_by_us
 
+    def is_left(self) -> bool:
+        """Whether a gradient was given other memory, and somebody keeps what was in this one.
+
+        As in ``old = p.grad.data; p.grad.data = another``.
+        """
+        if not self._exchanged():
+            return False
+        memory = self.flat.untyped_storage()._cdata
+        elsewhere = sum(view.untyped_storage()._cdata != memory for view in self.views)
+        return bool(count_references(self.flat, ())[0] != self._held_by_us[0] - elsewhere)
+
     @torch.no_grad()
     def bring_back(self, grads: Iterable[Tensor | None]) -> None:
         """Bring views back here of which somebody has replaced the memory (``grad.data = tensor``).
@@ -44,19 +55,26 @@ class GradientMemory:
         Those that are one of ``grads``, which are ``.grad`` of the parameters, keep the values that
         they were given. Others are left to whoever has them, and new views take their places.
         """
-        # Runs once or twice in each backward: a loop that stays in C. Other strides need no test:
-        # what is written through a view is read through it.
-        addresses = list(map(Tensor.data_ptr, self.views))
-        if addresses == self._addresses:
+        exchanged = self._exchanged()
+        if not exchanged:
             return
         fresh = _views(self.gradients, self._starts, self._params)
-        for slot, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
-            if addresses[slot] == self._addresses[slot]:
-                continue
-            if grad is view:
-                view.data = fresh[slot].copy_(view)
-            else:
+        values = {slot: self.views[slot].clone() for slot in exchanged}  # maybe of other slots here
+        for slot, grad in enumerate(grads):
+            if slot in values and grad is self.views[slot]:
+                grad.data = fresh[slot].copy_(values[slot])
+            elif slot in values:
                 self.views[slot] = fresh[slot]
+
+    def _exchanged(self) -> list[int]:
+        """The slots of views of which somebody has replaced the memory."""
+        # Runs up to three times in each backward: a loop that stays in C. Other strides need no
+        # test: what is written through a view is read through it.
+        addresses = list(map(Tensor.data_ptr, self.views))
+        if addresses == self._addresses:
+            return []
+        pairs = zip(addresses, self._addresses, strict=True)
+        return [slot for slot, (now, before) in enumerate(pairs) if now != before]
 
 
 def _views(flat: Tensor, starts: Sequence[int], params: Sequence[nn.Parameter]) -> list[Tensor]:

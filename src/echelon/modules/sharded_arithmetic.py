@@ -80,9 +80,14 @@ class _OutsideForward(torch.autograd.Function):
     """A result computed from parts; a backward through it would give gradients to parts."""
 
     @staticmethod
-    def forward(ctx: Any, text: str, compute: Callable[[], Any], *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any, text: str, compute: Callable[[], Any], leaf: Tensor, target: Tensor | None
+    ) -> Any:
         ctx.text = text
-        return compute()
+        if target is not None:
+            ctx.mark_dirty(target)
+        result = compute()
+        return tuple(result) if isinstance(result, list) else result  # autograd sees no lists
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -94,20 +99,41 @@ class _OutsideForward(torch.autograd.Function):
 
 
 def without_gradient(compute: Callable[[], Any], operands: Any) -> Any:
-    """The result of ``compute``; a backward through it is refused."""
-    tensors: list[Tensor] = []
+    """The result of ``compute``, of lists a sequence; a backward through it is refused."""
+    tensors = _with_gradient(operands)
+    if not tensors:
+        with torch.no_grad():
+            return compute()
+    return _outside_forward(compute, tensors)
+
+
+def _with_gradient(operands: Any) -> list[Tensor]:
+    """The operands to which a backward would go."""
     with DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled():
-            tensors = [tensor for tensor in _tensors(operands) if tensor.requires_grad]
-        if not tensors:
-            with torch.no_grad():
-                return compute()
+        if not torch.is_grad_enabled():
+            return []
+        return [tensor for tensor in _tensors(operands) if tensor.requires_grad]
+
+
+def _outside_forward(
+    compute: Callable[[], Any], tensors: Sequence[Tensor], target: Tensor | None = None
+) -> Any:
     parts = [tensor for tensor in tensors if is_part(tensor)]
     text = sharding_of(parts[0]).describe() if parts else "a sharded tensor"
     # Not the parameter itself: autograd would remember the shape of its part.
     leaf = torch.zeros((), requires_grad=True)
     with DisableTorchFunctionSubclass():
-        return _OutsideForward.apply(text, compute, leaf)  # type: ignore[no-untyped-call]
+        return _OutsideForward.apply(text, compute, leaf, target)  # type: ignore[no-untyped-call]
+
+
+def write(target: Tensor, values: Any, compute: Callable[[], Tensor]) -> Tensor:
+    """Let ``compute`` write what it makes of ``values`` into a plain tensor, and return that.
+
+    A backward through it to parts is refused.
+    """
+    tensors = list(filter(is_part, _with_gradient(values)))
+    written: Tensor = _outside_forward(compute, tensors, target) if tensors else compute()
+    return written
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -256,7 +282,7 @@ def in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         taken = _written_into(target, (args[1:], kwargs))
         values = [taken(value) for value in args[1:]]
         named = {key: taken(value) for key, value in kwargs.items()}
-        return call_plain(func, [target, *values], named)
+        return write(target, (args[1:], kwargs), lambda: call_plain(func, [target, *values], named))
     home = sharding_of(target)
     local = [operand(value, home, func) for value in args[1:]]
     named = {key: operand(value, home, func) for key, value in kwargs.items()}

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from echelon.modules.sharded_arithmetic import functions, gathered, in_place, without_gradient
+from echelon.modules.sharded_arithmetic import (
+    functions,
+    gathered,
+    in_place,
+    without_gradient,
+    write,
+)
 from echelon.modules.sharded_tensor import (
     Rule,
     Sharding,
@@ -77,7 +85,10 @@ def _item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         whole = local = 0
         for piece in sharding.pieces:
             if whole == start and whole + piece.numel == stop:
-                part = local_shard(tensor)[local : local + piece.local[1]]
+                own = partial(
+                    operator.getitem, local_shard(tensor), slice(local, local + piece.local[1])
+                )
+                part = without_gradient(own, tensor)
                 return part if piece.group is None else mark(part, piece)
             whole, local = whole + piece.numel, local + piece.local[1]
     refuse(func, args, kwargs)
@@ -92,10 +103,17 @@ def _whole(index: Any) -> Any:
 
 def _written_item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``tensor[:] = value`` and ``tensor[...] = value``."""
-    tensor, index, value = args
+    tensor: Tensor = args[0]
+    index, value = args[1:]
     is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
     if not is_part(tensor):
-        func(tensor, _whole(index), gathered(value))
+        place, given = _whole(index), gathered(value)
+
+        def assign() -> Tensor:
+            func(tensor, place, given)
+            return tensor
+
+        write(tensor, value, assign)
     elif is_all:
         in_place(Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_, (tensor, value), {})
     elif isinstance(index, int) and len(whole_shape(tensor)) == 1 and not is_part(value):

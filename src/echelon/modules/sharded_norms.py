@@ -189,13 +189,17 @@ def _foreach_norm(
     if staged and is_called_by(_CLIP):
         raise norm_of_stages()
     order, dtype = _order_of(func, args, kwargs), kwargs.get("dtype")
-    norms = [
-        torch.linalg.vector_norm(tensor, order, dtype=dtype)
-        if sharding is None
-        else _norm_of_part(tensor, order, dtype)
-        for tensor, sharding in zip(tensors, shardings, strict=True)
-    ]
-    complete = _complete(norms, order, shardings)
+
+    def compute() -> list[Tensor]:
+        norms = [
+            torch.linalg.vector_norm(tensor, order, dtype=dtype)
+            if sharding is None
+            else _norm_of_part(tensor, order, dtype)
+            for tensor, sharding in zip(tensors, shardings, strict=True)
+        ]
+        return _complete(norms, order, shardings)
+
+    complete = list(without_gradient(compute, tensors))
     if not staged:
         return complete
     pairs = zip(complete, shardings, strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 
 from echelon.errors import StateError
@@ -57,7 +57,7 @@ def moved(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if not is_part(args[0]):
         return call_plain(func, args, kwargs)  # the part only says to which dtype and device
     sharding = sharding_of(args[0])
-    result = without_gradient(lambda: call_plain(func, args, kwargs), args)
+    result = without_gradient(lambda: call_plain(func, args, kwargs), args[0])
     if result is args[0] or not isinstance(result, Tensor):
         return result
     return _alias(result, args[0], sharding)
@@ -93,9 +93,9 @@ def viewed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         refuse(func, args, kwargs)
     sharding, shape = sharding_of(args[0]), tuple(result.shape)
     if shape == sharding.shape:
-        local = without_gradient(lambda: local_shard(args[0]), args)
+        local = without_gradient(lambda: local_shard(args[0]), args[0])
         return _alias(local, args[0], sharding)
-    local = without_gradient(lambda: unmarked(args[0]).detach().reshape(-1), args)
+    local = without_gradient(lambda: unmarked(args[0]).detach().reshape(-1), args[0])
     return _alias(local, args[0], sharding.flattened(shape))
 
 
@@ -106,7 +106,11 @@ def _on_meta(value: Any) -> Any:
 
 
 def set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """``tensor.data = value``: the part keeps its memory, and what users kept of it gets others."""
+    """``tensor.data = value``.
+
+    A parameter keeps its memory, and what users kept of it gets others; any other part gets that of
+    the value, as in plain torch.
+    """
     target, value = args
     home = sharding_of(target)
     with DisableTorchFunctionSubclass():
@@ -123,6 +127,9 @@ def set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             "of the whole shape, of which each rank takes its part, or one computed from parameters"
         )
     taken = operand(value, home, func)
+    if not isinstance(target, nn.Parameter):
+        call_plain(func, (target, taken.expand(home.local_shape)), kwargs)
+        return
     if home.before_write is not None:
         home.before_write()
     with torch.no_grad(), DisableTorchFunctionSubclass():
