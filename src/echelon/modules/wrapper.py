@@ -62,6 +62,15 @@ class Wrapper(nn.Module):
                 obj=self,
             ) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the module has, and the wrapper has not, where ``forward`` reads it."""
+        module = vars(self).get("_modules", {}).get("module")
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if module is None or is_own or name == "module" or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
     def _wear_forward(self) -> None:
         """Give ``forward`` the signature of the module's forward, which tools read."""
 
