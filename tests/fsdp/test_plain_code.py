@@ -201,11 +201,42 @@ def test_sums_over_the_gradients_of_stages_are_refused(text: str) -> None:
     def of_products(job: Job) -> Any:
         return sum(torch.dot(p.grad.flatten(), p.grad.flatten()) for p in job.params) / 2
 
+    def in_a_list(job: Job) -> Any:
+        norms = torch.zeros(len(job.params), dtype=torch.float64)
+        for i, p in enumerate(job.params):
+            norms[i] = p.grad.norm()
+        return norms.norm()
+
+    def in_a_row(job: Job) -> Any:
+        norms = torch.zeros(len(job.params), dtype=torch.float64)
+        for i, p in enumerate(job.params):
+            norms[i : i + 1].fill_(p.grad.norm())
+        return norms.amax()
+
+    def in_one_place(job: Job) -> Any:
+        totals = torch.zeros(2, dtype=torch.float64)
+        for p in job.params:
+            totals[0] += p.grad.norm()
+        return totals
+
+    def by_hypotenuse(job: Job) -> Any:
+        total = torch.zeros((), dtype=torch.float64)
+        for p in job.params:
+            total = torch.hypot(total, p.grad.norm())
+        return total
+
+    def by_products_in_place(job: Job) -> Any:
+        total = torch.zeros((), dtype=torch.float64)
+        for p in job.params:
+            total.addcmul_(p.grad.norm(), p.grad.norm())
+        return total
+
     def main(world: ec.World) -> None:
         options = {"fsdp": {"min_num_params": 0}} if "shard" in text else {}
         job = stages(world, ec.Plan.parse(text, microbatches=2, **options))
         job.backward()
-        for lines in (squares, added, of_norms, of_products):
+        summed = (squares, added, of_norms, of_products, in_a_list, in_a_row, in_one_place)
+        for lines in (*summed, by_hypotenuse, by_products_in_place):
             with pytest.raises(ec.UnsupportedError, match=r"ec\.clip_grad_norm_"):
                 lines(job)
         own = sum(float(ec.local_shard(p.grad).square().sum()) for p in job.params)

@@ -14,10 +14,11 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import UnsupportedError
 from echelon.modules.sharded_arithmetic import functions
-from echelon.modules.sharded_tensor import Rule, call_plain, parts_in, unmarked
+from echelon.modules.sharded_tensor import Rule, call_plain, name_of, unmarked
 
 _INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
 
@@ -51,9 +52,11 @@ class StageGradient(_IsOfAStage):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if parts_in((args, kwargs or {})):
-            return NotImplemented  # the rules of parts know what to do
-        rule = STAGE_RULES.get(func, call_plain)
+        if not all(issubclass(kind, _IsOfAStage) for kind in types):
+            return NotImplemented  # the rules of parts, and of norms, know what to do
+        rule = STAGE_RULES.get(func, _derived)
+        if {JoinedStages, StageNumber}.issubset(types) and func not in _OVERWRITING:
+            refuse_joined(f"{name_of(func)}()")
         named = dict(kwargs or {})
         return rule(func, args or (named.pop(next(iter(named))),), named)
 
@@ -76,14 +79,15 @@ class StageNumber(_IsOfAStage):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
-        if parts_in((args, named)) or any(issubclass(kind, StageGradient) for kind in types):
-            return NotImplemented  # the rules of gradients know what to do
+        if any(kind is not cls for kind in types):
+            return NotImplemented  # the rules of gradients, and of their norms, know what to do
         if func in _JOINING:
             return _joined(func, args, named)
-        numbers = [value for value in args if isinstance(value, StageNumber)]
-        if func in _ADDING:
-            _check_one_source(numbers)
+        numbers = [v for v in (*args, *named.values()) if isinstance(v, StageNumber)]
+        _check_one_source(numbers)
         result = call_plain(func, args, named)
+        if func is Tensor.__setitem__ or func.__name__.endswith("_"):
+            _mark_written(args[0])
         return number_of_stage(result, _source_of(numbers))
 
 
@@ -95,13 +99,21 @@ def number_of_stage(value: Any, source: int | None) -> Any:
     return value
 
 
+def _mark_written(target: Tensor) -> None:
+    """Mark a plain tensor, and that of which it is a view, into which a number was written."""
+    with DisableTorchFunctionSubclass():
+        for written in (target, target._base):
+            if type(written) is Tensor and written.numel() > 1:
+                written.__class__ = JoinedStages
+
+
 def _source_of(numbers: Sequence[Any]) -> int | None:
     """The parameter of whose gradient all of these are; None if that is not known."""
     sources = {number._source for number in numbers}
     return sources.pop() if len(sources) == 1 else None
 
 
-def _check_one_source(numbers: Sequence[Any]) -> None:
+def _check_one_source(numbers: Sequence[StageNumber]) -> None:
     if len(numbers) > 1 and _source_of(numbers) is None:
         raise UnsupportedError(
             "a sum or a comparison of numbers of two gradients, of which this rank has only those "
@@ -151,6 +163,21 @@ def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return result
 
 
+def _item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A part of a gradient, or one of several numbers, which more may be added to."""
+    result = call_plain(func, args, kwargs)
+    if type(result) is Tensor and isinstance(args[0], JoinedStages):
+        result.__class__ = JoinedStages
+    return result
+
+
+def _derived(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of any other function, which may be a number of the gradient."""
+    result = _marked_again(func, args, kwargs)
+    is_number = type(result) is Tensor and result.numel() == 1 and result.is_floating_point()
+    return _number(func, args, result) if is_number else result
+
+
 def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Several gradients of stages, or numbers of them, in one tensor."""
     result = call_plain(func, args, kwargs)
@@ -166,9 +193,14 @@ def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     result = call_plain(func, args, kwargs)
     if not isinstance(result, Tensor) or result.dim():
         return result
-    if any(isinstance(gradient, JoinedStages) for gradient in _gradients_in(args)):
-        refuse_joined(f"{func.__name__}()")
-    return number_of_stage(result, _source_of(_gradients_in(args)))
+    return _number(func, args, result)
+
+
+def _number(func: Callable[..., Any], args: Sequence[Any], result: Tensor) -> Any:
+    gradients = _gradients_in(args)
+    if any(isinstance(gradient, JoinedStages) for gradient in gradients):
+        refuse_joined(f"{name_of(func)}()")
+    return number_of_stage(result, _source_of(gradients))
 
 
 def _scaled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -189,17 +221,13 @@ _KEEPING = (
     *functions("__pow__ __abs__", Tensor),
     Tensor.data.__get__,  # type: ignore[attr-defined]
 )
+_OVERWRITING = frozenset((*functions("copy_ fill_", Tensor), Tensor.__setitem__))
 _JOINING = frozenset(functions("cat concat concatenate stack hstack", torch))
-_ADDING = frozenset(
-    (
-        *functions("add add_ maximum minimum fmax fmin hypot max min lt le gt ge less greater"),
-        *functions("__add__ __radd__ __iadd__ __lt__ __le__ __gt__ __ge__", Tensor),
-    )
-)
 STAGE_RULES |= {
     **dict.fromkeys(_JOINING, _joined),
     **dict.fromkeys(_KEEPING, _marked_again),
     **dict.fromkeys(functions("clone"), _marked_again),
+    Tensor.__getitem__: _item,
     **dict.fromkeys(functions("sum nansum mean prod max min amax amin std var dot vdot"), _reduced),
     torch._amp_foreach_non_finite_check_and_unscale_: _scaled,
 }
