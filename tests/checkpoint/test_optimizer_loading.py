@@ -140,3 +140,58 @@ def test_what_was_loaded_in_inference_mode_can_be_trained(tmp_path: Path) -> Non
         ec.load(tmp_path, model=model, optimizer=optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+
+
+def grouped(model: nn.Module, lrs: dict[str, float]) -> torch.optim.Optimizer:
+    """An optimizer with a group for each start of names of parameters."""
+    named = [*model.named_parameters()]
+    return torch.optim.AdamW(
+        [
+            {"params": [param for name, param in named if name.startswith(start)], "lr": lr}
+            for start, lr in lrs.items()
+        ]
+    )
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def loaded_lrs(world: World, folder: Path, strict: bool, lrs: dict[str, float]) -> Any:
+    """The learning rates after a load in one process or in stages, and what does not fit."""
+    model: nn.Module = layers()
+    if world.size > 1:
+        model = ec.Pipeline([*layers()], world.group, microbatches=1, loss_fn=nn.MSELoss())
+    optimizer = grouped(model, lrs)
+    try:
+        differing = ec.load(folder, model=model, optimizer=optimizer, strict=strict).differing
+    except ec.CheckpointMismatch as error:
+        differing = error.differing
+    return [group["lr"] for group in optimizer.param_groups], sorted(differing)
+
+
+SAVED = {"0": 0.1, "1": 0.2}
+GROUPS = "optimizer.param_groups"
+CASES: dict[str, tuple[dict[str, float], dict[str, float], list[float], list[str]]] = {
+    "fewer groups": (SAVED, {"": 9.0}, [9.0], [GROUPS, f"{GROUPS}[0]"]),
+    "more groups": (
+        {"": 0.1},
+        {"0": 8.0, "1": 9.0},
+        [8.0, 9.0],
+        [GROUPS, f"{GROUPS}[0]", f"{GROUPS}[1]"],
+    ),
+    "another order": (SAVED, {"1": 8.0, "0": 9.0}, [0.2, 0.1], []),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_load_the_options_of_the_group_that_was_saved_or_keep_their_own(
+    case: str, strict: bool, tmp_path: Path
+) -> None:
+    saved, here, lrs, differing = CASES[case]
+    model = layers()
+    ec.save(tmp_path, step=1, model=model, optimizer=grouped(model, saved))
+    for size in (1, 2):
+        found = ec.run(loaded_lrs, size, args=(tmp_path, strict, here))
+        assert found == [(lrs, differing)] * size

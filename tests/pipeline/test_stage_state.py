@@ -166,6 +166,26 @@ def test_a_shared_parameter_has_the_name_of_the_model_on_each_rank() -> None:
     run_world("threads", named_as_in_the_model, 2)
 
 
+def takes_groups_as_one_process_does(world: World) -> None:
+    """The groups of the state are those of the stages, in another order."""
+    pipe = ec.Pipeline([*layers()], world.group, microbatches=1, loss_fn=mse)
+    names, mine = [*dict(layers().named_parameters())], dict(pipe.named_parameters())
+    first, rest = names[:4], names[4:]
+    groups = [{"lr": 0.2, "params": rest}, {"lr": 0.1, "params": first}]
+    state = {"state": {}, "param_groups": groups}
+    optimizer = torch.optim.SGD(
+        [{"params": [mine[name] for name in own if name in mine]} for own in (first, rest)]
+    )
+    pipe.load_optimizer_state_dict(optimizer, state)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    with pytest.raises(ArgumentError, match="number of groups is 2, and that of the optimizer 1"):
+        pipe.load_optimizer_state_dict(torch.optim.SGD(pipe.parameters()), state)
+
+
+def test_all_ranks_take_the_groups_of_a_state_as_one_process_does() -> None:
+    run_world("threads", takes_groups_as_one_process_does, 4)
+
+
 # --- shards ------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,8 @@ from echelon.errors import ArgumentError
 from echelon.state.optimizer_state import (
     gather_optimizer_state,
     load_optimizer_state,
+    matches,
     number_keys,
-    saved_group,
 )
 from echelon.state.sharded_state import ParameterShards
 from echelon.state.tensor_shard import TensorShard
@@ -50,7 +50,7 @@ def test_a_flat_parameter_gets_its_ranges_of_whole_states_end_to_end() -> None:
     optimizer = torch.optim.SGD([flat], lr=0.1, momentum=0.9)
     one, other = torch.arange(4.0), torch.arange(6.0)
     state = by_name(a={"momentum_buffer": one}, b={"momentum_buffer": other})
-    load_optimizer_state(optimizer, shards.by_param, state, exact=True)
+    load_optimizer_state(optimizer, shards.by_param, state)
     assert optimizer.state[flat]["momentum_buffer"].tolist() == [2, 3, 3, 4, 5]
     assert optimizer.param_groups[0]["lr"] == 0.5
     found = gather_optimizer_state(optimizer, shards)
@@ -64,7 +64,7 @@ def test_a_flat_parameter_refuses_two_values_of_one_number() -> None:
     optimizer = torch.optim.SGD([flat], lr=0.1)
     state = by_name(a={"step": torch.tensor(1.0)}, b={"step": torch.tensor(2.0)})
     with pytest.raises(ArgumentError, match="they are one flat parameter"):
-        load_optimizer_state(optimizer, shards.by_param, state, exact=True)
+        load_optimizer_state(optimizer, shards.by_param, state)
     assert not optimizer.state
 
 
@@ -73,14 +73,17 @@ def test_names_of_other_ranks_are_refused_only_where_all_must_be_here() -> None:
     optimizer = torch.optim.SGD([flat], lr=0.1, momentum=0.9)
     state = by_name(a={"momentum_buffer": torch.ones(4)}, b={"momentum_buffer": torch.ones(2)})
     with pytest.raises(ArgumentError, match="b: unexpected"):
-        load_optimizer_state(optimizer, shards.by_param, state, exact=True)
-    load_optimizer_state(optimizer, shards.by_param, state, exact=False)
+        load_optimizer_state(optimizer, shards.by_param, state)
+    load_optimizer_state(optimizer, shards.by_param, state, [["a", "b"]])
     assert optimizer.state[flat]["momentum_buffer"].tolist() == [1, 1]
 
 
 def test_a_group_without_parameters_gets_the_saved_one_at_its_place() -> None:
-    groups: list[dict[str, Any]] = [{"params": ["a", "b"]}, {"params": ["c"]}]
-    assert saved_group({"c"}, 0, groups) is groups[1]
-    assert saved_group(set(), 1, groups) is groups[1]
-    assert saved_group(set(), 2, groups) is None
-    assert saved_group({"a", "c"}, 0, groups) is None
+    assert matches([{1}, {0}, []], 3) == [1, 0, 2]
+    assert matches([{1}, []], 2) == [1, None]  # another group has that
+    assert matches([{0}, []], 1) == [0, None]
+
+
+def test_a_group_gets_the_saved_one_of_the_same_parameters_only() -> None:
+    assert matches([{0, 1}], 2) == [None]
+    assert matches([{0}, {0}, {1}], 2) == [None, None, 1]

@@ -57,8 +57,8 @@ class Loaded:
         values: what was saved and is no model, optimizer or object with a state, by name.
         missing: names that the checkpoint does not have, with ``strict=False``.
         unexpected: names in the checkpoint that nothing here took, with ``strict=False``.
-        differing: what was converted to another dtype, or left out because of its shape, by name,
-            with ``strict=False``.
+        differing: what was converted to another dtype, or left out because its shape or its group
+            of parameters differs, by name, with ``strict=False``.
         apart: names whose values differed between ranks, where another number of ranks has loaded:
             all got the values of the first rank. Random generators went on from their own states,
             and those of new ranks from new ones.
@@ -270,15 +270,19 @@ class _Loading:
                 "missing": plan.missing,
                 "differing": plan.differing,
                 "used": self._used_bits(),
+                "groups": [optimizer.found for optimizer in self._optimizers],
             }
 
         used = 0
         missing: dict[str, None] = {}
         differing: dict[str, str] = {}
-        for facts in self._coordinator.run_on_all("what fits of a load", report):
+        reports = self._coordinator.run_on_all("what fits of a load", report)
+        for facts in reports:
             used |= int(facts["used"], 16)
             missing |= dict.fromkeys(facts["missing"])
             differing = facts["differing"] | differing
+        for i, optimizer in enumerate(self._optimizers):
+            differing |= optimizer.match([facts["groups"][i] for facts in reports])
         names = self._expected()
         self._unexpected = tuple(
             name for i, name in enumerate(names) if not used >> (len(names) - 1 - i) & 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, zip_longest
 from math import prod
 from typing import Any, Final, final
 
@@ -19,9 +20,10 @@ from echelon.errors import CheckpointError
 from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.state.optimizer_state import (
     group_options,
+    groups_with,
     install_states,
+    matches,
     names_by_group,
-    saved_group,
 )
 from echelon.state.sharded_state import ShardsByParam
 from echelon.state.tensor_shard import TensorShard
@@ -43,6 +45,10 @@ class OptimizerLoader:
         section: the facts that were saved.
         shards: the ranges of all parameters.
         plan: takes note of the tensors to read.
+
+    Attributes:
+        found: for each group, the indices of the saved ones that have parameters of this rank in
+            it.
     """
 
     @torch.inference_mode(mode=False)  # Later steps write into the memory that is made here.
@@ -53,7 +59,15 @@ class OptimizerLoader:
         self._section = section
         ranges = ranges_of(name, optimizer, shards)
         self._is_other = self._differs_in_class()
-        self._options = self._match(ranges)
+        self.found = self._find(ranges)
+        self._options: list[dict[str, Any]] = []
+        self._saved_options = [
+            {
+                key: number_of(value, f"{plan.path}: {name}.param_groups[{i}].{key}")
+                for key, value in group["options"].items()
+            }
+            for i, group in enumerate(section["groups"])
+        ]
         self._states: dict[nn.Parameter, dict[str, Any]] = {}
         self._converted: set[nn.Parameter] = set()
         self._before: dict[str, Any] | None = None
@@ -64,6 +78,34 @@ class OptimizerLoader:
                     self._states[param] = state
                 if any(self._is_converted(shard) for shard in members):
                     self._converted.add(param)
+
+    def match(self, by_rank: Sequence[Sequence[Sequence[int]]]) -> dict[str, str]:
+        """Choose the saved options of each group, alike on all ranks.
+
+        Args:
+            by_rank: what each rank has ``found``.
+
+        Returns:
+            By name, why groups do not fit; they keep their own options.
+        """
+        if self._is_other:
+            return {}
+        found = [{*chain(*indices)} for indices in zip_longest(*by_rank, fillvalue=())]
+        num_saved = len(self._saved_options)
+        chosen = matches(found, num_saved)
+        self._options = [  # another rank may have more groups
+            {**group_options(group), **({} if match is None else self._saved_options[match])}
+            for group, match in zip(self._optimizer.param_groups, chosen, strict=False)
+        ]
+        where = f"{self._name}.param_groups"
+        differing = {
+            f"{where}[{i}]": "no group of the checkpoint has its parameters and no others"
+            for i, match in enumerate(chosen)
+            if match is None
+        }
+        if len(chosen) != num_saved:
+            differing[where] = f"saved as a list of {num_saved}, here of {len(chosen)}"
+        return differing
 
     @torch.inference_mode(mode=False)
     def install(self) -> None:
@@ -120,29 +162,14 @@ class OptimizerLoader:
         saved = self._plan.find(shard.names)
         return saved is not None and DTYPES[saved.dtype] != shard.values.dtype
 
-    def _match(self, ranges: ShardsByParam) -> list[dict[str, Any]]:
-        """For each group the options of the saved one that has its parameters."""
-        saved = self._section["groups"]
-        known = {param for group in saved for param in group["params"]}
-        chosen: list[dict[str, Any]] = []
-        for i, members in enumerate(names_by_group(self._optimizer, ranges)):
-            names = set(members)
-            where = f"{self._name}.param_groups[{i}]"
-            self._plan.used |= {f"{self._name}/{name}" for name in names & known}
-            self._plan.missing += [f"{self._name}/{name}" for name in sorted(names - known)]
-            if self._is_other:
-                continue
-            group = saved_group(names & known, i, saved)
-            if group is None:
-                self._plan.differing[where] = (
-                    f"no group of the checkpoint has its {len(names)} parameters together"
-                )
-            options = {
-                key: number_of(value, f"{self._plan.path}: {where}.{key}")
-                for key, value in ({} if group is None else group["options"]).items()
-            }
-            chosen.append({**group_options(self._optimizer.param_groups[i]), **options})
-        return chosen
+    def _find(self, ranges: ShardsByParam) -> list[list[int]]:
+        """Note which parameters the step has, and find the saved groups that have them."""
+        by_group = names_by_group(self._optimizer, ranges)
+        names = {name for members in by_group for name in members}
+        known = {param for group in self._section["groups"] for param in group["params"]}
+        self._plan.used |= {f"{self._name}/{name}" for name in names & known}
+        self._plan.missing += [f"{self._name}/{name}" for name in sorted(names - known)]
+        return [sorted(indices) for indices in groups_with(by_group, self._section["groups"])]
 
     def _state_of(
         self, param: nn.Parameter, members: Sequence[TensorShard]

@@ -188,7 +188,7 @@ class ReplicatedModule(Wrapper, HasShards):
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
         """
         (shards,) = self.parameter_shards()
-        load_optimizer_state(optimizer, shards.by_param, state, exact=True)
+        load_optimizer_state(optimizer, shards.by_param, state)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -309,7 +309,7 @@ class ShardedModule(Wrapper, HasShards):
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
         """
         (shards,) = self.parameter_shards()
-        load_optimizer_state(optimizer, shards.by_param, state, exact=True)
+        load_optimizer_state(optimizer, shards.by_param, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._check_idle("a copy", "copy the model outside")

@@ -229,6 +229,19 @@ def gather_optimizer_state(
     return named_state_dict(optimizer, state, _merge_groups(names_by_rank))
 
 
+def names_on_all_ranks(
+    optimizer: torch.optim.Optimizer, shards: ShardsByParam, group: Group
+) -> list[list[str]]:
+    """The names of the parameters in each group, to load them. All ranks of ``group`` call it.
+
+    Raises:
+        StateError: the optimizers of the ranks have different groups.
+    """
+    what = "load_optimizer_state_dict(), which all ranks call"
+    names = group.all_gather_object(names_by_group(optimizer, shards), label=what)
+    return _merge_groups(names)
+
+
 def _merge_groups(names_by_rank: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     """The names in each parameter group, of all ranks."""
     counts = [len(groups) for groups in names_by_rank]

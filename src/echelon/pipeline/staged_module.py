@@ -24,6 +24,7 @@ from echelon.pipeline.stage_state import (
     gather_optimizer_state,
     load_sharded_state,
     name_in_model,
+    names_on_all_ranks,
     names_that_fit,
     parameter_name,
     sharded_state,
@@ -195,13 +196,16 @@ class StagedModule(nn.Module, HasShards):
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Load a whole state by name; every rank takes its share. Nothing is communicated.
+        """Load a whole state by name; every rank takes its share. All ranks call it.
 
         Raises:
             ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+            StateError: the optimizers of the ranks have different groups.
         """
         by_param = shards_by_param(self.parameter_shards())
-        load_optimizer_state(optimizer, by_param, state, exact=False)
+        check_params(optimizer, by_param, exact=False)
+        names = names_on_all_ranks(optimizer, by_param, self._group)
+        load_optimizer_state(optimizer, by_param, state, names)
 
     def memory_stats(self, optimizer: torch.optim.Optimizer | None = None) -> StageMemoryStats:
         """The bytes that this rank holds for its stages, by category. Does not communicate.

@@ -18,7 +18,8 @@ the layout of shards. There are three kinds of states:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -287,22 +288,26 @@ def copied(value: Any) -> Any:
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, shards: ShardsByParam, state_dict: Mapping[str, Any], *, exact: bool
+    optimizer: Optimizer,
+    shards: ShardsByParam,
+    state_dict: Mapping[str, Any],
+    names: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Load this rank's ranges of a full state by name. Nothing is communicated.
 
     Args:
-        exact: whether ``state_dict`` must have the same parameters in the same groups; otherwise it
-            may have more of them, such as those of other ranks.
+        names: of the parameters in each group on all ranks; None: this rank has all of them.
 
     Raises:
         ArgumentError: parameters, names, groups or shapes do not fit; nothing was loaded.
     """
-    check_params(optimizer, shards, exact=exact)
+    if names is None:
+        check_params(optimizer, shards, exact=True)
+        names = names_by_group(optimizer, shards)
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ArgumentError("an optimizer state is a dict with 'state' and 'param_groups'")
     state: StateByName = state_dict["state"]
-    groups = _matching_groups(names_by_group(optimizer, shards), state_dict, exact=exact)
+    groups = _fitting_groups(names, state_dict)
     named = [
         (shard, key, value)
         for group in optimizer.param_groups
@@ -332,45 +337,66 @@ def load_optimizer_state(
     install_states(optimizer, states, [group_options(group) for group in groups], extra)
 
 
-def _matching_groups(
-    names: Sequence[Sequence[str]], state_dict: Mapping[str, Any], *, exact: bool
+def _fitting_groups(
+    names: Sequence[Sequence[str]], state_dict: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
     """For each group of an optimizer the saved one that has its parameters.
 
     Raises:
-        ArgumentError: names are missing, unknown though ``exact``, or otherwise grouped.
+        ArgumentError: names are missing, unknown or otherwise grouped.
     """
     known = {name for members in names for name in members}
     groups: list[Mapping[str, Any]] = list(state_dict["param_groups"])
     saved = {name for group in groups for name in group["params"]}
     missing = sorted(known - saved)
-    unknown = sorted((saved | state_dict["state"].keys()) - known) if exact else []
+    unknown = sorted((saved | state_dict["state"].keys()) - known)
     if missing or unknown:
         what = misfit_text(missing, unknown, [])
         raise ArgumentError(f"the optimizer state does not fit: {what}")
-    left, chosen = list(groups), []
-    for i, members in enumerate(names):
-        if exact:
-            group = next((g for g in left if set(g["params"]) == set(members)), None)
-            left = [g for g in left if g is not group]
-        else:
-            group = saved_group(set(members), i, groups)
-        if group is None or (not members and not exact and len(groups) != len(names)):
+    if len(groups) != len(names):
+        raise ArgumentError(
+            f"the optimizer state does not fit: its number of groups is {len(groups)}, and that "
+            f"of the optimizer {len(names)}"
+        )
+    chosen = []
+    for i, match in enumerate(matches(groups_with(names, groups), len(groups))):
+        if match is None:
             raise ArgumentError(
-                f"the optimizer state does not fit: no group of it has the {len(members)} "
-                f"parameters of group {i} of the optimizer, {', '.join(sorted(members)):.80}"
+                f"the optimizer state does not fit: no group of it has the {len(names[i])} "
+                f"parameters of group {i} of the optimizer, {', '.join(sorted(names[i])):.80}"
             )
-        chosen.append(group)
+        chosen.append(groups[match])
     return chosen
 
 
-def saved_group(
-    names: set[str], i: int, groups: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Any] | None:
-    """The saved group that has all of ``names``, or the group at index ``i`` if there are none."""
-    if names:
-        return next((group for group in groups if names <= set(group["params"])), None)
-    return groups[i] if i < len(groups) else None
+def groups_with(
+    names: Sequence[Iterable[str]], saved: Sequence[Mapping[str, Any]]
+) -> list[set[int]]:
+    """For each group, given by its names, the indices of the saved ones that have any of them."""
+    index_of = {name: i for i, group in enumerate(saved) for name in group["params"]}
+    return [{index_of[name] for name in members if name in index_of} for members in names]
+
+
+def matches(found: Sequence[Collection[int]], num_saved: int) -> list[int | None]:
+    """For each group the index of the saved one that has its parameters and those of no other.
+
+    A group without saved parameters matches the saved one at its place, if no other has that.
+
+    Args:
+        found: what ``groups_with`` finds, on all ranks together; alone they would choose otherwise.
+
+    Example:
+        >>> matches([{1}, {0}, set()], 3)
+        [1, 0, 2]
+        >>> matches([{0, 1}], 2), matches([{0}, {0}], 1)
+        ([None], [None, None])
+    """
+    taken = Counter(index for indices in found for index in indices)
+    return [
+        match if len(indices) <= 1 and taken[match] == len(indices) and match < num_saved else None
+        for i, indices in enumerate(found)
+        for match in [min(indices, default=i)]
+    ]
 
 
 def _joined(
