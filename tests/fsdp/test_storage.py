@@ -15,8 +15,8 @@ from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from tests.fsdp.checking import shard
 from tests.fsdp.models import batch, build, loss_of, train_plain
-from tests.reference import assert_states_close
-from tests.worlds import run_world
+from tests.reference import assert_states_close, assert_states_equal
+from tests.worlds import NCCL_RULES, run_world
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 FLAT = {"use_orig_params": False}
@@ -173,6 +173,32 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, some: r
         loss_of(model, *batch(step, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def shows_its_memory_to_numpy(world: World) -> None:
+    expected, _ = train_plain(world.size, 3)
+    start = {name: param.detach() for name, param in build().named_parameters()}
+
+    def look(block: nn.Module, _: Any) -> None:
+        block.up.weight.detach().numpy()
+
+    for layout in ("flat", "rows"):
+        model = shard(world, build(seed=1), layout=layout)
+        for block in model.module.blocks:
+            block.register_forward_pre_hook(look)
+        with model.full_parameters(writeback=True):
+            named = model.module.named_parameters()
+            arrays = {name: param.detach().numpy() for name, param in named}
+            for name, array in arrays.items():
+                array[...] = start[name].numpy()
+        steps(model, adam(model), world.rank, range(3))
+        assert_states_close(model.state_dict(), expected, **CLOSE)
+        assert_states_equal({name: torch.from_numpy(a) for name, a in arrays.items()}, start)
+
+
+@pytest.mark.parametrize("kind", [NCCL_RULES, "gloo"])
+def test_an_array_keeps_the_memory_of_a_whole_parameter_and_the_training_goes_on(kind) -> None:
+    run_world(kind, shows_its_memory_to_numpy, 2)
 
 
 def moves_between_kinds(world: World) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class GatheredStorage(Storage):
 
     Autograd saves views of the unsharded buffer in forward and reads them in backward. So the
     buffer is one ``UntypedStorage`` that is resized to zero and back, not a new tensor each time.
-    Its memory belongs to the unshard stream.
+    Its memory belongs to the unshard stream. Torch resizes no storage whose memory others may hold,
+    as by ``Tensor.numpy()``: they keep it, with what autograd saved, and the buffer gets another.
     """
 
     communicates = True
@@ -88,6 +89,7 @@ class GatheredStorage(Storage):
 
     def _allocate(self) -> None:
         devices = self.devices
+        self._device = device_of(devices.device)
         self._local = make_local_shard(self.part_numel, self.dtype, self.compute_dtype, devices)
         self._local.masters[self.shard_numel :].zero_()  # the padding
         self.flat_shard = self._local.masters[: self.shard_numel]
@@ -114,7 +116,16 @@ class GatheredStorage(Storage):
     def _set_memory(self, buffer: Tensor, *, allocated: bool) -> None:
         memory, nbytes = buffer.untyped_storage(), buffer.nbytes if allocated else 0
         if memory.nbytes() != nbytes:
-            device_of(self.devices.device).resize(memory, nbytes)
+            if not memory.resizable():
+                memory = self._move_to_new_memory(memory)
+            self._device.resize(memory, nbytes)
+
+    def _move_to_new_memory(self, shown: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Give the buffer and its views new memory, with no values, in the place of ``shown``."""
+        memory = torch.UntypedStorage(shown.nbytes(), device=shown.device)
+        for view in (self._buffer, *self.unsharded, *self._moves[0]):
+            view.set_(memory, view.storage_offset(), view.shape, view.stride())
+        return memory
 
     def refresh(self) -> None:
         self._local.refresh()
@@ -190,7 +201,7 @@ class GatheredStorage(Storage):
     def reshard(self) -> None:
         # The unshard stream waits for the current one, which may still read the memory.
         self.devices.unshard_stream.wait_for_current()
-        device_of(self.devices.device).resize(self._buffer.untyped_storage(), 0)
+        self._set_memory(self._buffer, allocated=False)
 
     @property
     def unsharded_nbytes(self) -> int:
