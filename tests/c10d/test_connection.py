@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import echelon as ec
+from tests.comm.threads.test_turns import work_for
 
 
 def splits_the_job(world: ec.World) -> tuple[int, int, int]:
@@ -54,6 +55,26 @@ def sleeps_after_a_new_group(world: ec.World) -> None:
 def test_the_last_call_of_a_late_rank_is_the_one_that_its_line_has() -> None:
     with pytest.raises(ec.CommTimeout, match=r"its last call: new_group \[0, 1\]"):
         ec.run(sleeps_after_a_new_group, 2)
+
+
+def makes_a_world(timeout: timedelta) -> None:
+    dist.init_process_group("gloo", timeout=timeout)
+
+
+def makes_a_group(timeout: timedelta) -> None:
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1], timeout=timeout)
+
+
+@pytest.mark.parametrize("make", [makes_a_world, makes_a_group])
+def test_a_rank_that_computes_on_when_a_group_is_made_is_named_after_its_timeout(make) -> None:
+    def main(world: ec.World) -> None:
+        make(timedelta(seconds=0.3))
+        if world.rank == 1:  # the last that came, so the other one has no turn
+            work_for(1.0)
+
+    with pytest.raises(ec.CommTimeout, match=r"waited 0\.3 s for rank 1 in vain"):
+        ec.run(main, 2)
 
 
 def stays_away(world: ec.World) -> None:

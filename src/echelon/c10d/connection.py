@@ -165,7 +165,8 @@ def _connect_threads(
     if rank == 0:
         store.set("name", hub_of(world).unused_name(_name(options)))
     store.set(keys[rank], str(world.rank))
-    wait_for_members(store, [*keys, "name"], _meeting(options))
+    seconds = options.timeout.total_seconds()
+    wait_for_members(store, [*keys, "name"], _meeting(options), seconds)
     group = ThreadGroup(
         world.thread_world,
         rank,
@@ -174,7 +175,7 @@ def _connect_threads(
         device=world.device,
         rules=world.thread_world.rules.of_host() if is_beside_nccl else None,
     )
-    group.timeout = options.timeout.total_seconds()
+    group.timeout = seconds
     world.thread_world.tells_last_calls = True  # the program has no other line of such a rank
     return Connection(
         group=group,
@@ -200,7 +201,7 @@ def _leave_group(group: ThreadGroup, failure: str | None) -> None:
 
 def _probe_in_turn(group: ThreadGroup, tag: int) -> int | None:
     if group.probe(tag) is None:  # or a rank that asks in a loop would ask for ever
-        group.thread_world.order.yield_turn(group.ranks[group.rank])
+        group.thread_world.order.yield_turn(group.ranks[group.rank], group.timeout)
     return group.probe(tag)
 
 

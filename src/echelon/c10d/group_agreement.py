@@ -67,7 +67,7 @@ def agree_on_group(
     signature = CallSignature("new_group", shape=members)
     if world_group() is not None:
         missing = partial(_missing, agreement, keys)
-        wait_for_members(agreement, ["all"], signature, missing)
+        wait_for_members(agreement, ["all"], signature, seconds, missing)
     else:
         watch = process_watch(rank, size)
         watch.await_keys(agreement, "all", keys, watch.call(signature), seconds)

@@ -264,22 +264,24 @@ def wait_for_members(
     store: c10d.Store,
     keys: list[str],
     signature: CallSignature,
+    limit_s: float,
     missing: Callable[[], set[int]] | None = None,
 ) -> None:
     """Return when a store has the keys of all members of a new group.
 
     Args:
+        limit_s: the timeout of the group.
         missing: the ranks that have not come, as far as that is known.
     """
     lowest = store
     while isinstance(lowest, c10d.PrefixStore):
         lowest = lowest.underlying_store
     if isinstance(lowest, SimulatedStore):
-        _await(signature, lambda: store.check(keys), None, missing)
+        _await(signature, lambda: store.check(keys), None, missing, limit_s)
         return
     while not store.check(keys):  # torch's own store, which does not say when it gets a key
         with suppress(CommTimeout):
-            _await(signature, lambda: store.check(keys), _LOOK_S, missing)
+            _await(signature, lambda: store.check(keys), _LOOK_S, missing, limit_s)
 
 
 def wait_for_keys(store: c10d.Store, keys: list[str], seconds: float | None = None) -> None:
@@ -300,8 +302,9 @@ def _await(
     ready: Callable[[], bool],
     seconds: float | None,
     missing: Callable[[], set[int]] | None = None,
+    limit_s: float | None = None,
 ) -> None:
-    simulated_rank.require_world_group().wait_until(signature, ready, seconds, missing)
+    simulated_rank.require_world_group().wait_until(signature, ready, seconds, missing, limit_s)
 
 
 def _wake() -> None:

@@ -23,11 +23,11 @@ def test_a_sleep_ends_when_its_time_is_up_and_when_another_thread_wakes_it() -> 
         sleeper = threading.get_ident()
         with order.lock:
             start_s = time.monotonic()
-            order.sleep(0, 0.05)
+            order.sleep(0, 0.05, 20)
             order.resume(0)
             assert 0.05 <= time.monotonic() - start_s < 5
             threading.Thread(target=wake).start()  # it waits for the lock
-            order.sleep(0, 20)
+            order.sleep(0, 20, 20)
             order.resume(0)
         assert time.monotonic() - start_s < 10
         order.yield_turn(0)

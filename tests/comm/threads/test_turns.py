@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import echelon as ec
+from echelon.comm.group import Group
 from echelon.comm.threads import turns
 from echelon.comm.threads.blocking_calls import join_in_turn
 from echelon.comm.threads.group import ThreadGroup
@@ -216,6 +217,36 @@ def test_a_rank_that_computes_for_too_long_is_named_and_those_without_a_turn_are
         ec.run(main, 4, timeout=0.3)
     assert info.value.missing == (1,)
     assert "rank 1 at step 0 computes" in str(info.value)
+
+
+def polls(group: Group) -> None:
+    work = group.all_reduce(torch.ones(1), async_op=True)
+    while not work.done():
+        pass
+
+
+@pytest.mark.parametrize("meet", [Group.barrier, polls])
+def test_a_rank_that_computes_for_too_long_is_named_after_the_timeout_of_the_group(meet) -> None:
+    def main(world: ec.World) -> None:
+        world.group.timeout = 0.3
+        meet(world.group)
+        if world.rank == 1:  # the last that came, so the other one has no turn
+            work_for(1.0)
+
+    with pytest.raises(ec.CommTimeout, match=r"waited 0\.3 s for rank 1 in vain") as info:
+        ec.run(main, 2)
+    assert info.value.missing == (1,)
+
+
+@pytest.mark.slow
+def test_a_rank_in_no_call_has_the_patience_of_the_world() -> None:
+    def main(world: ec.World) -> None:
+        world.group.timeout = 1.0
+        world.group.barrier()
+        time.sleep(0.3)  # both hand on
+        work_for(1.5)
+
+    ec.run(main, 2)
 
 
 def test_a_rank_that_waits_for_a_thread_of_its_own_lets_others_run() -> None:

@@ -119,6 +119,7 @@ class ThreadGroup(Group):
         ready: Callable[[], bool],
         timeout: float | None = None,
         missing: Callable[[], set[int]] | None = None,
+        limit_s: float | None = None,
     ) -> None:
         """Hand on the turn until something holds that another rank brings about.
 
@@ -127,8 +128,9 @@ class ThreadGroup(Group):
         Args:
             signature: what a report of this wait shows.
             ready: whether it holds.
-            timeout: seconds; None: those of this group.
+            timeout: seconds that this call wants to wait; None: ``limit_s``, as all calls do.
             missing: the ranks in the job that have to do something; None: any other.
+            limit_s: None: the timeout of this group.
 
         Raises:
             CommTimeout: it does not hold in time.
@@ -140,7 +142,8 @@ class ThreadGroup(Group):
         others = [other for other in range(self._world.size) if other != rank]
         aborted = self._world.aborted
         condition = PendingCondition(rank, others, lambda: self.name in aborted or ready(), missing)
-        self._world.wait_until(condition, call, timeout, self.timeout)
+        limit_s = self.timeout if limit_s is None else limit_s
+        self._world.wait_until(condition, call, timeout, limit_s)
         self._refuse_if_aborted(call)
 
     def batch(self) -> AbstractContextManager[None]:

@@ -47,8 +47,12 @@ class RankOrder(ABC):
             raise StateError(f"{call} needs other ranks, which are stopped: step over the line (n)")
 
     @abstractmethod
-    def sleep(self, rank: int, seconds: float) -> None:
-        """Let others run until this rank is woken, or for some seconds at most."""
+    def sleep(self, rank: int, seconds: float, patience_s: float) -> None:
+        """Let others run until this rank is woken, or for some seconds at most.
+
+        Args:
+            patience_s: how long one of them may keep this rank from running.
+        """
 
     @abstractmethod
     def resume(self, rank: int, *, overtake: bool = False) -> None:
@@ -63,8 +67,12 @@ class RankOrder(ABC):
         """These threads of a rank, which sleep, have what they wait for."""
 
     @abstractmethod
-    def yield_turn(self, rank: int) -> None:
-        """Let others run before the rank asks again whether something is complete. Without lock."""
+    def yield_turn(self, rank: int, patience_s: float | None = None) -> None:
+        """Let others run before the rank asks again whether something is complete. Without lock.
+
+        Args:
+            patience_s: as for ``sleep``; None: that of a rank that is in no call.
+        """
 
     @final
     def hurry(self) -> None:

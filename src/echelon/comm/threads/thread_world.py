@@ -160,11 +160,11 @@ class ThreadWorld:
         """The error about ranks that still run long after others have left."""
         return error_of([self.sightings[rank].describe(rank) for rank in late], self.timeout)
 
-    def long_turn_error(self, rank: int, others: Sequence[int]) -> CommTimeout:
-        """The error about a rank that has kept others from running for as long as a rank waits."""
+    def long_turn_error(self, rank: int, others: Sequence[int], seconds: float) -> CommTimeout:
+        """The error about a rank that has kept others from running for as long as they wait."""
         doing = f"the turn of {ranks_text(others)}"
         with self.lock:
-            return self._explained(CommTimeout(doing, [rank], self.timeout), others[0])
+            return self._explained(CommTimeout(doing, [rank], seconds), others[0])
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first failure, and wake all ranks so that they end, too."""
@@ -237,7 +237,7 @@ class ThreadWorld:
         fails as if it had waited.
         """
         if not pending.complete and self.failure is None:
-            self.order.yield_turn(call.rank)  # so that others run while a rank polls in a loop
+            self.order.yield_turn(call.rank, limit_s)  # others run while a rank polls in a loop
             if not pending.complete:
                 self._note_poll(pending, call, limit_s)
         return pending.complete or self.failure is not None
@@ -323,7 +323,7 @@ class ThreadWorld:
                 continue
             if left_s > 0:
                 has_workers = self._with_workers and self._has_workers()
-                order.sleep(rank, min(left_s, LOOK_S) if has_workers else left_s)
+                order.sleep(rank, min(left_s, LOOK_S) if has_workers else left_s, limit_s)
                 if not pending.complete:
                     latest_ns = max(map(order.clock, pending.absent), default=start_ns)
                     waited_ns = max(0, latest_ns - start_ns) + order.idle_ns() - idle_ns

@@ -27,8 +27,8 @@ A rank may block in something else than a group. In Python's own waits it hands 
 nothing of this process has run, nor any process that it has started, and the rank is warned when it
 next meets a group, because its random streams and other globals may be those of another rank until
 then. A rank that a busy machine does not let run is not overtaken. If it computes in one turn for
-as long as a rank may wait, it is an error, as if the others waited for it in a call. Ranks whose
-world has failed,
+as long as one of the others may wait in the call that it is in, or outside of calls for as long as
+ranks of the world may, it is an error, as if the other waited for it. Ranks whose world has failed,
 or fails now because their time is up, run after ``OVERTAKE_S`` in any case. A rank that was
 overtaken waits for a turn when it next meets a group.
 
@@ -41,6 +41,7 @@ latest of them shows. While somebody looks at the ranks (``held``), no clock run
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import warnings
@@ -86,6 +87,7 @@ class Turns(RankOrder):
         self._holder: int | None = 0  # the rank whose turn it is
         self._running: int | None = None  # the holder, once its thread has noticed
         self._wanting = set(range(1, size))
+        self._patience_s: dict[int, float] = {}  # of ranks that are in a call and have handed on
         self._overtaken: set[int] = set()
         self._closed = False
         self._turn = 0  # counts the turns
@@ -154,9 +156,10 @@ class Turns(RankOrder):
 
     # Waiting ---------------------------------------------------------------------------------
 
-    def sleep(self, rank: int, seconds: float) -> None:
+    def sleep(self, rank: int, seconds: float, patience_s: float) -> None:
         """Hand on, if this thread has the turn, until the rank is woken, or for some seconds."""
         if self._has_turn(rank):
+            self._patience_s[rank] = patience_s
             self._stop_clock(rank)
             self._hand_on(rank)
         wait_for(self._wakeups[rank], seconds)
@@ -195,10 +198,12 @@ class Turns(RankOrder):
                 if self._holder is None:
                     self._hand_on(rank)
 
-    def yield_turn(self, rank: int) -> None:
+    def yield_turn(self, rank: int, patience_s: float | None = None) -> None:
         """Let all others that want have their turns."""
         with self.lock:
             if self._has_turn(rank) and self._wanting:
+                if patience_s is not None:
+                    self._patience_s[rank] = patience_s
                 self._stop_clock(rank)
                 self._wanting.add(rank)
                 self._hand_on(rank)
@@ -342,6 +347,7 @@ class Turns(RankOrder):
                 self._overtake(rank)
         self._running, self._turn_since_ns = rank, self.clock(_WORLD)
         self._overtaken.discard(rank)
+        self._patience_s.pop(rank, None)
         self._start_clock(rank, self._turn_since_ns)
         if not self._closed:
             self._owners[rank].load()
@@ -398,16 +404,21 @@ class Turns(RankOrder):
                 self._overtake()
                 self._looked = (self._turn, now_ns, processor_ns)
 
-    def long_turn(self, seconds: float) -> tuple[int, list[int]] | None:
-        """The rank that has run for so long, and those that wait for their turns meanwhile.
+    def long_turn(self, seconds: float) -> tuple[int, list[int], float] | None:
+        """The rank that has run for too long, those that wait for their turns, and their patience.
 
         Called now and then, without the lock.
+
+        Args:
+            seconds: the patience of ranks that are in no call.
         """
         with self.lock:
+            patience = {rank: self._patience_s.get(rank, seconds) for rank in self._wanting}
             rank, ran_ns = self._running, self.clock(_WORLD) - self._turn_since_ns
-            if rank is None or not self._wanting or ran_ns < 1e9 * seconds:
+            shortest_s = min(patience.values(), default=math.inf)
+            if rank is None or ran_ns < 1e9 * shortest_s:
                 return None
-            return rank, sorted(self._wanting)
+            return rank, [r for r in sorted(patience) if patience[r] == shortest_s], shortest_s
 
 
 def _after_fork() -> None:
