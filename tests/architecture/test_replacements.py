@@ -26,6 +26,7 @@ BY_NAME = {
     "launch.served_program": "a mark on a function of echelon, for the compiler",
     "modules.optimizer_trial": "attributes of a copy that it makes",
     "modules.plain_steps": "the class of a tensor of echelon",
+    "modules.wrapper": "attributes of the module for which it stands",
     "process.lossy_streams": "the mode of a stream that it has made",
 }
 OURS = "here"  # process.this_rank, whose attributes are there to be assigned

@@ -145,3 +145,20 @@ def test_save_pretrained_writes_whole_weights_or_refuses(kind: str, tmp_path: Pa
         assert all(torch.equal(value, before[key]) for key, value in written.items())
         assert "model.layers.1.mlp.down_proj.weight" in written
     assert not list(tmp_path.glob("refused/*.safetensors"))
+
+
+def step_inside(world: ec.World) -> None:
+    model = sharded(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    before = model.state_dict()
+    with (
+        pytest.raises(StateError, match=r"a step of SGD inside full_parameters\(\)"),
+        model.full_parameters(),
+    ):
+        optimizer.step()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_step_inside_full_parameters_is_refused() -> None:
+    run_world("threads", step_inside, 2)

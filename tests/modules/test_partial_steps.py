@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.errors import UnsupportedError
+from echelon.modules import partial_steps
 from tests import reference
 from tests.worlds import run_world
 
@@ -70,6 +71,65 @@ def check_parts(world: ec.World, name: str) -> None:
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_step_that_needs_whole_tensors_is_refused_for_parts(name: str) -> None:
     run_world("threads", partial(check_parts, name=name), 2)
+
+
+class Centralised(torch.optim.SGD):
+    """May look at the mean of a gradient, as its groups, it itself or what it has loaded say."""
+
+    is_on, clip = False, None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            needs_mean = self.is_on or self.clip or group["weight_decay"] or group["maximize"]
+            for param in group["params"]:
+                grad = param.grad - param.grad.mean() if needs_mean else param.grad
+                param.sub_(grad, alpha=group["lr"])
+
+
+def turn_on_by_a_load(optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    state["param_groups"][0]["maximize"] = True
+    optimizer.load_state_dict(state)
+
+
+TURNED_ON: dict[str, Any] = {
+    "group": lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.1),
+    "flag": lambda optimizer: setattr(optimizer, "is_on", True),
+    "number": lambda optimizer: setattr(optimizer, "clip", 0.5),
+    "load": turn_on_by_a_load,
+}
+
+
+def step_before_and_after(world: ec.World, way: str) -> None:
+    model = ec.FSDP(nn.Sequential(*layers()), world.group, min_num_params=0)
+    model(rows(world.rank)).square().mean().backward()
+    optimizer = Centralised(model.parameters(), lr=0.1)
+    optimizer.step()
+    TURNED_ON[way](optimizer)
+    with pytest.raises(UnsupportedError, match="looks at whole tensors"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", TURNED_ON)
+def test_an_optimizer_whose_options_change_is_tried_again(way: str) -> None:
+    run_world("threads", partial(step_before_and_after, way=way), 2)
+
+
+def step_by_a_schedule(world: ec.World) -> None:
+    model = ec.FSDP(nn.Sequential(*layers()), world.group, min_num_params=0)
+    model(rows(world.rank)).square().mean().backward()
+    optimizer = Centralised(model.parameters(), lr=0.1)
+    for lr in (0.0, 0.1, 0.05, 1, 0.0, 0.2):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+
+
+def test_a_schedule_of_rates_is_tried_for_zero_and_for_others(monkeypatch) -> None:
+    trials: list[Any] = []
+    monkeypatch.setattr(partial_steps, "why_parts_differ", lambda *args: trials.append(args))
+    run_world("threads", step_by_a_schedule, 2)
+    assert len(trials) == 2 * 2
 
 
 def step_alone(world: ec.World, name: str) -> None:

@@ -12,7 +12,7 @@ from tests.parts import build
 class Step(torch.optim.Optimizer):
     def __init__(self, params) -> None:
         super().__init__(params, {})
-        self.fails, self.seen = False, []
+        self.errors, self.seen = [], []
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -22,8 +22,8 @@ class Step(torch.optim.Optimizer):
         for param in self.param_groups[0]["params"]:
             self.seen += [type(param), type(param.grad)]
             param.sub_(param.grad, alpha=0.1)
-        if self.fails:
-            raise KeyError("a step")
+        if self.errors:
+            raise self.errors.pop()
 
 
 def kinds(model: nn.Module) -> list[type]:
@@ -44,11 +44,22 @@ def test_a_step_sees_plain_tensors_and_its_closure_parts() -> None:
         assert in_closure == [parts]
         assert step.seen == [nn.Parameter, Tensor] * 2
         assert kinds(model) == parts
-        step.fails = True
+
+    ec.run(main, 2)
+
+
+def test_a_step_that_raises_leaves_parts() -> None:
+    def main(world: ec.World) -> None:
+        model = ec.FSDP(build(), world.group, min_num_params=0)
+        step = Step(model.parameters())
+        model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
         with pytest.raises(KeyError):
+            step.step({}.popitem)
+        assert kinds(model) == [ShardedParameter, ShardedTensor] * 2
+        step.errors.append(OSError("a step"))
+        with pytest.raises(OSError, match="a step"):
             step.step()
-        closure()
-        assert in_closure[1] == parts
+        assert kinds(model) == [ShardedParameter, ShardedTensor] * 2
 
     ec.run(main, 2)
 

@@ -186,6 +186,34 @@ def check_attributes(world: ec.World, wrapper: str) -> None:
     assert "training" in dict(inspect.getmembers(model))
 
 
+class Shifted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale, self._group = 1.0, "of the module"
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_attribute_of_the_module_is_set_and_deleted_in_the_module(wrapper: str) -> None:
+    def main(world: ec.World) -> None:
+        model = WRAPPERS[wrapper](Shifted(), world.group)
+        model.scale *= 0
+        model.shift = model.shift + 3
+        assert model(torch.ones(1, 2)).tolist() == [[3, 3]]
+        assert model.state_dict()["shift"].tolist() == [3, 3]
+        assert (model._group, model.module._group) == (world.group, "of the module")
+        del model.scale
+        assert not hasattr(model.module, "scale")
+        model.bias = nn.Parameter(torch.ones(2))
+        with pytest.raises(ec.StateError, match="bias"):
+            model(torch.ones(1, 2))
+
+    ec.run(main, 2)
+
+
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
 def test_attributes_can_all_be_read_and_one_that_is_missing_names_the_wrapper(wrapper: str) -> None:
     ec.run(check_attributes, 2, args=(wrapper,))

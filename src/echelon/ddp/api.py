@@ -67,7 +67,7 @@ class DDP(ReplicatedModule):
     - ``torch.autograd.grad`` returns local gradients, also with ``create_graph=True``, so a penalty
       on them can be part of a loss. Like derivatives of ``torch.func``, it does not communicate.
     - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain
-      module, and the wrapper has the attributes of the module, also where they are set.
+      module, and the wrapper has the attributes of the module, which it also sets and deletes.
     - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It
       communicates only when it is trained, so ranks may copy (or average) the model on their own.
 
@@ -155,7 +155,6 @@ class DDP(ReplicatedModule):
     ) -> None:
         """Do the part of the construction that needs no communication."""
         self.module = module
-        self._wear_forward()
         self.training = module.training
         self._group, self._options = group, options
         self._data_watch = DataWatch(group)
@@ -175,6 +174,7 @@ class DDP(ReplicatedModule):
         self._begin: Callable[[Tensor], None] = lambda _: self._reducer.prepare_for_backward()
         self._attached = True
         self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]
+        self._wear_forward()
 
     # Training --------------------------------------------------------------------------------
 

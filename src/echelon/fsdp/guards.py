@@ -167,7 +167,15 @@ class WaitForForwards(StepCheck):
         self._hooks = weakref.ref(hooks)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self.wait()
+        hooks = self._hooks()
+        if hooks is None:
+            return
+        if hooks.always_shown:
+            raise StateError(
+                f"a step of {type(optimizer).__name__} inside full_parameters(), where parameters "
+                "are whole, and gradients and states are parts: call it outside"
+            )
+        hooks.wait_for_forwards()
 
     def wait(self) -> None:
         """Return when shards may be written."""

@@ -53,7 +53,6 @@ class ShardedModule(Wrapper, HasShards):
         built: tuple[list[Unit], list[Slots]],
     ) -> None:
         self.module = module
-        self._wear_forward()
         self.training = module.training
         self._groups = groups
         self._group = groups.shard
@@ -66,6 +65,7 @@ class ShardedModule(Wrapper, HasShards):
             claim([*storage.params, *storage.optimizer_params], self, outlives_owner=True)
         guard(module, list(self._named_storages()), self._hooks)
         self.register_load_state_dict_pre_hook(shard_loader())  # type: ignore[no-untyped-call]
+        self._wear_forward()
 
     def _take_replaced(self) -> None:
         """Keep values that users set by ``param.data = value``."""

@@ -59,7 +59,7 @@ _COSINE = 2e-4
 _DECAY = 0.01  # of the gradient that each evaluation of a closure computes anew
 
 # Exactly these classes of torch are known to take each element by itself, and need no trial.
-_KNOWN = frozenset(
+KNOWN = frozenset(
     {
         *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
         *(torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta),
@@ -111,7 +111,7 @@ def why_parts_differ(optimizer: Optimizer, cut: Cut) -> str | None:
     Nothing of ``optimizer`` changes. The result depends on its class, its groups and their
     hyperparameters only, so ranks with equal ones get the same. It takes 30 to 1,000 ms.
     """
-    if type(optimizer) in _KNOWN:
+    if type(optimizer) in KNOWN:
         return None
     key, verdict = _key(optimizer, cut), Future[str | None]()
     if key is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import final
+from itertools import chain
+from typing import Any, final
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -17,14 +19,16 @@ from echelon.modules.optimizer_hooks import (
     has_step_check,
     remove_step_check,
 )
-from echelon.modules.optimizer_trial import LOSS, Cut, why_parts_differ
+from echelon.modules.optimizer_trial import KNOWN, LOSS, Cut, why_parts_differ
+from echelon.modules.plain_steps import after_load
 
 _ELEMENTWISE = "use an optimizer that takes each element by itself, such as AdamW"
 
-# By optimizer, its parameters when it was tried, and the verdicts.
-_tried: WeakKeyDictionary[Optimizer, tuple[list[list[int]], dict[Cut, str | None]]] = (
-    WeakKeyDictionary()
-)
+# By optimizer, its parameters when it was tried, and the verdicts by its options.
+_Verdicts = dict[tuple[Cut, tuple[Any, ...]], str | None]
+_tried: WeakKeyDictionary[Optimizer, tuple[list[list[int]], _Verdicts]] = WeakKeyDictionary()
+_NUMBERS = (int, float)
+_PLAIN = (*_NUMBERS, str, type(None), torch.dtype)
 
 
 @final
@@ -65,14 +69,40 @@ class _NeedsNoMore(StepCheck):
 
 
 def _needs(optimizer: Optimizer, cut: Cut) -> str | None:
-    """What ``optimizer`` needs beyond its parts, tried once for its parameters."""
+    """What ``optimizer`` needs beyond its parts, tried once for its parameters and options."""
+    if type(optimizer) in KNOWN:
+        return None
     ids = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
     known = _tried.get(optimizer)
+    if known is None:
+        after_load(optimizer, _forget)
     if known is None or known[0] != ids:
         known = _tried[optimizer] = ids, {}
-    if cut not in known[1]:
-        known[1][cut] = why_parts_differ(optimizer, cut)
-    return known[1][cut]
+    verdicts, key = known[1], (cut, _options(optimizer))
+    if key not in verdicts:
+        verdicts[key] = why_parts_differ(optimizer, cut)
+    return verdicts[key]
+
+
+def _options(optimizer: Optimizer) -> tuple[Any, ...]:
+    """The options of the groups and of the optimizer itself, of numbers no more than the kind.
+
+    What a step looks at depends on whether a number is 0, negative or infinite, so a schedule that
+    changes it in each step means no trial in each.
+    """
+    options = [option for group in optimizer.param_groups for option in group.items()]
+    return tuple(
+        [
+            (name, (item > 0, item < 0, item - item == 0) if isinstance(item, _NUMBERS) else item)
+            for name, value in chain(options, vars(optimizer).items())
+            for item in (value if isinstance(value, tuple) else (value,))
+            if isinstance(item, _PLAIN)
+        ]
+    )
+
+
+def _forget(optimizer: Optimizer) -> None:
+    _tried[optimizer] = [], {}
 
 
 def refuse_other_steps(

@@ -3,8 +3,7 @@
 An optimizer that takes each element by itself needs nothing but the parts, and torch's fused and
 foreach forms take plain tensors only. So the classes of parameters, of gradients and of what the
 optimizer has copied of them are switched after all other hooks before a step, and back before all
-other hooks after it. Only ``optimizer.state`` stays plain. A step that raises runs no hook after
-it: then the next forward, backward or step switches back.
+other hooks after it, or on the way of what a step raises. Only ``optimizer.state`` stays plain.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import chain, repeat
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
@@ -41,9 +40,11 @@ def make_steps_plain(optimizer: Optimizer) -> None:
 
     It is called by a hook before the step that runs before those of the optimizer itself.
     """
-    _restore(optimizer)  # a step that raised
+    _restore(optimizer)  # in a step that calls that of its base class
     before: Any = optimizer._optimizer_step_pre_hooks  # ordered dicts
     after: Any = optimizer._optimizer_step_post_hooks
+    if _KEY not in before:
+        _switch_back_after_errors(type(optimizer))
     before[_KEY] = _switch
     before.move_to_end(_KEY)
     after[_KEY] = _switch_back
@@ -72,6 +73,41 @@ def _switch(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 @bypass_compiler
 def _switch_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _restore(optimizer)
+
+
+_HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__
+
+
+def _switch_back_after_errors(kind: type[Optimizer]) -> None:
+    """Let steps of a class that raise switch back, too: torch calls no hook after them.
+
+    A step may have begun, and schedulers may keep the function that calls the hooks and the step.
+    So the step is replaced inside of that function.
+    """
+    for owner in kind.__mro__:
+        hooked = vars(owner).get("step")
+        while hooked is not None and getattr(hooked, "__code__", None) is not _HOOKED:
+            hooked = getattr(hooked, "__wrapped__", None)
+        if hooked is not None:
+            cell = hooked.__closure__[_HOOKED.co_freevars.index("func")]
+            if cell.cell_contents not in _switching:
+                cell.cell_contents = _switching_back(cell.cell_contents)
+                _switching.add(cell.cell_contents)
+
+
+_switching: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def _switching_back(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def switching_back(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(optimizer, *args, **kwargs)
+        except BaseException:
+            _restore(optimizer)
+            raise
+
+    return switching_back
 
 
 def _with_parts(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -117,9 +153,7 @@ def _make_plain(optimizer: Optimizer) -> None:
             vars(value).pop("_sharding", None)  # or it could not be saved
     if params and _cut.get(optimizer) != id(optimizer.state):
         if optimizer not in _cut:
-            # Some wrappers do not call the constructor of torch, which makes it.
-            vars(optimizer).setdefault("_optimizer_load_state_dict_post_hooks", OrderedDict())
-            optimizer.register_load_state_dict_post_hook(_state_is_another)
+            after_load(optimizer, _state_is_another)
         _take_parts(optimizer, params)
         _cut[optimizer] = id(optimizer.state)
     marked += _marked_in([optimizer], seen)
@@ -164,6 +198,13 @@ def _held_by(value: Any) -> Iterable[Any]:
 
 def _set_classes(tensors: Iterable[Tensor], classes: Iterable[type[Tensor]]) -> None:
     deque(map(setattr, tensors, repeat("__class__"), classes), maxlen=0)  # a loop that stays in C
+
+
+def after_load(optimizer: Optimizer, hook: Callable[[Optimizer], None]) -> None:
+    """Call ``hook`` after each load of a state into ``optimizer``."""
+    # Some wrappers do not call the constructor of torch, which makes it.
+    vars(optimizer).setdefault("_optimizer_load_state_dict_post_hooks", OrderedDict())
+    optimizer.register_load_state_dict_post_hook(hook)
 
 
 def _state_is_another(optimizer: Optimizer) -> None:

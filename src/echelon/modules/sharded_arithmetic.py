@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from echelon.errors import StateError
 from echelon.modules.sharded_tensor import (
     Rule,
+    ShardedTensor,
     Sharding,
     call_plain,
     is_part,
@@ -80,12 +81,8 @@ class _OutsideForward(torch.autograd.Function):
     """A result computed from parts; a backward through it would give gradients to parts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, text: str, compute: Callable[[], Any], leaf: Tensor, target: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, text: str, compute: Callable[[], Any], *inputs: Tensor) -> Any:
         ctx.text = text
-        if target is not None:
-            ctx.mark_dirty(target)
         result = compute()
         return tuple(result) if isinstance(result, list) else result  # autograd sees no lists
 
@@ -100,40 +97,30 @@ class _OutsideForward(torch.autograd.Function):
 
 def without_gradient(compute: Callable[[], Any], operands: Any) -> Any:
     """The result of ``compute``, of lists a sequence; a backward through it is refused."""
-    tensors = _with_gradient(operands)
-    if not tensors:
-        with torch.no_grad():
-            return compute()
-    return _outside_forward(compute, tensors)
-
-
-def _with_gradient(operands: Any) -> list[Tensor]:
-    """The operands to which a backward would go."""
+    tensors: list[Tensor] = []
     with DisableTorchFunctionSubclass():
-        if not torch.is_grad_enabled():
-            return []
-        return [tensor for tensor in _tensors(operands) if tensor.requires_grad]
-
-
-def _outside_forward(
-    compute: Callable[[], Any], tensors: Sequence[Tensor], target: Tensor | None = None
-) -> Any:
+        if torch.is_grad_enabled():
+            tensors = [tensor for tensor in _tensors(operands) if _needs_gradient(tensor)]
+        if not tensors:
+            with torch.no_grad():
+                return compute()
     parts = [tensor for tensor in tensors if is_part(tensor)]
     text = sharding_of(parts[0]).describe() if parts else "a sharded tensor"
     # Not the parameter itself: autograd would remember the shape of its part.
     leaf = torch.zeros((), requires_grad=True)
     with DisableTorchFunctionSubclass():
-        return _OutsideForward.apply(text, compute, leaf, target)  # type: ignore[no-untyped-call]
+        return _OutsideForward.apply(text, compute, leaf)  # type: ignore[no-untyped-call]
 
 
-def write(target: Tensor, values: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """Let ``compute`` write what it makes of ``values`` into a plain tensor, and return that.
+def _needs_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad or (isinstance(tensor, ShardedTensor) and tensor.uses_parameters)
 
-    A backward through it to parts is refused.
-    """
-    tensors = list(filter(is_part, _with_gradient(values)))
-    written: Tensor = _outside_forward(compute, tensors, target) if tensors else compute()
-    return written
+
+def _note_write(target: Tensor, values: Any) -> None:
+    """Let a backward through the part ``target`` be refused if what is written needs gradients."""
+    if isinstance(target, ShardedTensor):
+        with DisableTorchFunctionSubclass():
+            target.uses_parameters |= any(map(_needs_gradient, _tensors(values)))
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -150,8 +137,10 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def gathered(value: Any) -> Any:
-    """The same argument, whole. All ranks call it."""
-    return sharding_of(value).gather(local_shard(value)) if is_part(value) else value
+    """The same argument, whole; a backward through it is refused. All ranks call it."""
+    if not is_part(value):
+        return value
+    return without_gradient(lambda: sharding_of(value).gather(local_shard(value)), value)
 
 
 def _has_rows_of(part: Sharding, home: Sharding) -> bool:
@@ -282,12 +271,14 @@ def in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         taken = _written_into(target, (args[1:], kwargs))
         values = [taken(value) for value in args[1:]]
         named = {key: taken(value) for key, value in kwargs.items()}
-        return write(target, (args[1:], kwargs), lambda: call_plain(func, [target, *values], named))
+        return call_plain(func, [target, *values], named)
     home = sharding_of(target)
     local = [operand(value, home, func) for value in args[1:]]
     named = {key: operand(value, home, func) for key, value in kwargs.items()}
     if home.before_write is not None:
         home.before_write()
+    if torch.is_grad_enabled():
+        _note_write(target, (args[1:], kwargs))
     return call_plain(func, [target, *local], named)
 
 
@@ -309,12 +300,15 @@ def foreach(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         ]
 
     first = [args[0]] if is_write else [convert(args[0])]
-    local = [*first, *(convert(arg) if _is_list(arg) else arg for arg in args[1:])]
-    named = {key: convert(arg) if _is_list(arg) else arg for key, arg in kwargs.items()}
+    local = [*first, *(convert(arg) if _is_list(arg) else gathered(arg) for arg in args[1:])]
+    named = {key: convert(arg) if _is_list(arg) else gathered(arg) for key, arg in kwargs.items()}
     if is_write:
         for home in homes:
             if home is not None and home.before_write is not None:
                 home.before_write()
+        if torch.is_grad_enabled():
+            for target, *values in zip(*lists, strict=True):
+                _note_write(target, values)
         return call_plain(func, local, named)
     results = without_gradient(lambda: call_plain(func, local, named), (args, kwargs))
     pairs = zip(results, homes, strict=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from echelon.modules.sharded_arithmetic import (
     gathered,
     in_place,
     without_gradient,
-    write,
 )
 from echelon.modules.sharded_tensor import (
     Rule,
@@ -85,10 +84,8 @@ def _item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         whole = local = 0
         for piece in sharding.pieces:
             if whole == start and whole + piece.numel == stop:
-                own = partial(
-                    operator.getitem, local_shard(tensor), slice(local, local + piece.local[1])
-                )
-                part = without_gradient(own, tensor)
+                own = slice(local, local + piece.local[1])
+                part = without_gradient(partial(getitem, local_shard(tensor), own), tensor)
                 return part if piece.group is None else mark(part, piece)
             whole, local = whole + piece.numel, local + piece.local[1]
     refuse(func, args, kwargs)
@@ -103,17 +100,10 @@ def _whole(index: Any) -> Any:
 
 def _written_item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """``tensor[:] = value`` and ``tensor[...] = value``."""
-    tensor: Tensor = args[0]
-    index, value = args[1:]
+    tensor, index, value = args
     is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
     if not is_part(tensor):
-        place, given = _whole(index), gathered(value)
-
-        def assign() -> Tensor:
-            func(tensor, place, given)
-            return tensor
-
-        write(tensor, value, assign)
+        func(tensor, _whole(index), gathered(value))
     elif is_all:
         in_place(Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_, (tensor, value), {})
     elif isinstance(index, int) and len(whole_shape(tensor)) == 1 and not is_part(value):

@@ -213,9 +213,15 @@ class _SaysItIsAPart(PartOfATensor):
 
 
 class ShardedTensor(_SaysItIsAPart, Tensor):
-    """A tensor of which this rank holds a part: a gradient, or what was computed from parts."""
+    """A tensor of which this rank holds a part: a gradient, or what was computed from parts.
+
+    Attributes:
+        uses_parameters: whether something was written into it that requires a gradient. Autograd
+            does not record that, since it would refuse writes into gradients.
+    """
 
     _sharding: Sharding
+    uses_parameters = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return cast(Tensor, memo.setdefault(id(self), self.detach().clone()))

@@ -47,6 +47,26 @@ class Wrapper(nn.Module):
                 raise
             return self._of_module(name)
 
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        if self._is_only_of_module(name):
+            setattr(self.module, name, value)  # whose code reads it there
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_only_of_module(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_only_of_module(self, name: str) -> bool:
+        own = vars(self)
+        if name in own or "forward" not in own:  # what a wrapper sets first is its own
+            return False
+        if name in own["_modules"] or hasattr(type(self), name):
+            return False
+        return hasattr(self.module, name)
+
     def _of_module(self, name: str) -> Any:
         module = self.module
         try:
@@ -62,17 +82,11 @@ class Wrapper(nn.Module):
                 obj=self,
             ) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the module has, and the wrapper has not, where ``forward`` reads it."""
-        module = vars(self).get("_modules", {}).get("module")
-        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if module is None or is_own or name == "module" or not hasattr(module, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(module, name, value)
-
     def _wear_forward(self) -> None:
-        """Give ``forward`` the signature of the module's forward, which tools read."""
+        """Give ``forward`` the signature of the module's forward, which tools read.
+
+        From now on the wrapper has all attributes that are its own.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return type(self).forward(self, *args, **kwargs)
