@@ -29,35 +29,6 @@ def wrapped(wrapper: str, world: ec.World) -> nn.Module:
     return WRAPPERS[wrapper](nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), world.group)
 
 
-class Annealed(nn.Module):
-    """With attributes that its forward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.temperature = nn.Linear(2, 2), 1.0
-        self.register_buffer("shift", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * 0 + self.temperature + self.shift
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_what_is_set_on_it_is_what_forward_reads(wrapper: str) -> None:
-    def main(world: ec.World) -> None:
-        model: Any = WRAPPERS[wrapper](Annealed(), world.group)
-        model.temperature *= 2
-        model.shift = model.shift + 3
-        model.note = "new"
-        assert model(torch.ones(1, 2)).tolist() == [[5.0, 5.0]]
-        assert model.state_dict()["shift"].tolist() == [3.0]
-        assert not hasattr(model.module, "note")
-        model.layer = nn.Linear(2, 2)
-        with pytest.raises(ec.StateError, match="replaced"):
-            model(torch.ones(1, 2))
-
-    ec.run(main, 2)
-
-
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(
     ("convert", "what"),

@@ -147,7 +147,7 @@ class EchelonAccelerator(Accelerator):
         shared = self.sharing.share(model, self.world, self.loss_fn)
         if isinstance(shared, Pipeline) and self.native_amp:
             self._autocast_stages(shared)
-        shared._is_accelerate_prepared = True  # Accelerate's mark
+        shared._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark
         self._models[self._models.index(model)] = shared
         return shared
 
