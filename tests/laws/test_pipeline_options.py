@@ -262,13 +262,15 @@ def results_are_everywhere_where_no_call_says_otherwise(world: World) -> None:
     assert (pipe.step(x, target=y, loss_everywhere=False) is None) == (world.rank == 0)
 
 
-@option("step.weights")
+@option("step.weights", "eval_step.weights")
 def weights_are_what_microbatches_count(world: World) -> None:
     first = stepped(pipeline(world), weights=[1.0, 0.0, 0.0, 0.0])
     pipe = pipeline(world, microbatches=1)
     x, y = batch(8)
-    pipe.step(x[:2], target=y[:2])
+    loss = pipe.step(x[:2], target=y[:2])
     torch.testing.assert_close(first, gradients(pipe))
+    evaluated = pipeline(world).eval_step(x, target=y, weights=[1.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(evaluated, loss)
     assert differ(first, stepped(pipeline(world)))
 
 

@@ -61,6 +61,25 @@ def weights_of_the_user(world: World) -> None:
     same_grads(pipe, model)
 
 
+def leaves_targets_out(world: World) -> None:
+    """Microbatches count by their targets, with gradients and without; one has none."""
+    x, _ = batch(9)
+    target = torch.tensor([0, 1, -100, -100, -100, 2, -100, 3, 4])
+    counts = [2, 0, 1, 2]
+    for schedule in ("1f1b", "zb-h1"):
+        stages = build("plain", world.size)
+        model = whole(stages)
+        loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+        pipe = pipeline(world, stages, schedule=schedule, loss_fn=nn.functional.cross_entropy)
+        for call in (pipe.eval_step, pipe.step):
+            found = call(x, target=target, weights=counts, loss_everywhere=True)
+            torch.testing.assert_close(found, loss.detach())
+        few = pipe.eval_step(x[1:4], target=target[1:4], weights=[1, 0, 0], loss_everywhere=True)
+        torch.testing.assert_close(few, nn.functional.cross_entropy(model(x[1:2]), target[1:2]))
+        same_grads(pipe, model)
+
+
 def evaluates(world: World) -> None:
     """Any number of rows, between steps, without a trace."""
     stages = build("nested", world.size)
@@ -258,6 +277,7 @@ def gradients_have_the_shape_and_the_values_of_what_they_belong_to(world: World)
 CHECKS = (
     accumulates,
     weights_of_the_user,
+    leaves_targets_out,
     evaluates,
     recomputes,
     ties,

@@ -128,7 +128,8 @@ def test_microbatches_are_the_whole_batch_or_it_is_refused(kind: str, ranks: int
 
 
 @pytest.mark.parametrize(
-    "weights", [3, "ab", ["a", "b"], [1.0], [1.0, -1.0], [0, 0], [float("nan"), 1.0], [None, 1.0]]
+    "weights",
+    [3, "ab", ["a", "b"], [1.0] * 3, [1.0, -1.0], [0, 0], [float("nan"), 1.0], [None, 1.0]],
 )
 def test_weights_that_are_none_are_refused_on_every_rank(weights: Any) -> None:
     def main(world: World) -> None:
@@ -137,6 +138,8 @@ def test_weights_that_are_none_are_refused_on_every_rank(weights: Any) -> None:
         given = {"weights": weights} if pipe.has_loss else {}
         with pytest.raises(ArgumentError, match=r"weights are .*one number >= 0 for each of the 2"):
             pipe.step(x, target=y, **given)
+        with pytest.raises(ArgumentError, match=r"weights are .*one number >= 0 for each of the 1"):
+            pipe.eval_step(x[:1], target=y[:1], **given)
         pipe.step(x, target=y)
 
     ec.run(main, 2)

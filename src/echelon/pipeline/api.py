@@ -215,7 +215,7 @@ class Pipeline(StagedModule):
             args: the arguments of the first stage; used on its rank.
             target: the target of the loss; used on the rank of the last stage.
             weights: what each microbatch counts, such as its number of tokens; its rows if None.
-                Used on the rank of the last stage.
+                One that counts 0 may have any loss, also NaN. Used on the rank of the last stage.
             finalize: whether gradients are complete after this step. If not, those of the next one
                 are added to them: for the mean over k steps, let ``loss_fn`` divide by k.
             loss_everywhere: whether every rank gets the loss; None: ``results_everywhere``.
@@ -275,12 +275,21 @@ class Pipeline(StagedModule):
         self._step_hooks.end(params)
 
     def eval_step(
-        self, *args: Any, target: Any = None, loss_everywhere: bool | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        weights: Sequence[float] | None = None,
+        loss_everywhere: bool | None = None,
+        **kwargs: Any,
     ) -> Tensor | None:
-        """The loss of one batch, of any size, without gradients. All ranks call it."""
+        """The loss of one batch, of any size, without gradients. All ranks call it.
+
+        Arguments and errors are those of ``step``. A batch of fewer rows than ``microbatches`` is
+        split into single rows, and ``weights`` has one number for each.
+        """
         loss_fn = self._needs_loss("eval_step")
         everywhere = self._everywhere("loss_everywhere", loss_everywhere)
-        batch = self._evaluate(args, kwargs, target, loss_fn)
+        batch = self._evaluate(args, kwargs, target, weights, loss_fn)
         return loss_of(batch, self._last, everywhere=everywhere, call="eval_step")
 
     def forward(self, *args: Any, outputs_everywhere: bool | None = None, **kwargs: Any) -> Any:
@@ -290,7 +299,7 @@ class Pipeline(StagedModule):
         ``results_everywhere``) the rank of the last stage gives its output to all others.
         """
         everywhere = self._everywhere("outputs_everywhere", outputs_everywhere)
-        batch = self._evaluate(args, kwargs, None, None)
+        batch = self._evaluate(args, kwargs, None, None, None)
         return output_of(batch, self._last, everywhere=everywhere)
 
     def _everywhere(self, name: str, value: bool | None) -> bool:
@@ -306,10 +315,15 @@ class Pipeline(StagedModule):
         return self._loss_fn
 
     def _evaluate(
-        self, args: Any, kwargs: Mapping[str, Any], target: Any, loss_fn: Loss | None
+        self,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        target: Any,
+        weights: Sequence[float] | None,
+        loss_fn: Loss | None,
     ) -> Batch:
         self._check_not_failed()
-        batch = self._batches.batch(args, kwargs, target, None, loss_fn, training=False)
+        batch = self._batches.batch(args, kwargs, target, weights, loss_fn, training=False)
         num_microbatches = len(batch.weights)
         if num_microbatches not in self._eval_executors:
             forwards = forwards_only(self._schedule, num_microbatches)

@@ -291,7 +291,8 @@ class Executor:
                 batch.outputs[i] = stage.forward(i, value, kwargs).unflatten()
             else:
                 loss = stage.loss(i, value, kwargs, partial(batch.loss, i))
-                batch.losses[i] = loss * batch.weights[i]
+                weight = batch.weights[i]  # the mean of a loss over no targets is NaN
+                batch.losses[i] = loss * weight if weight else torch.zeros_like(loss)
         num_alive = sum(stage.num_alive for stage in self._stages.values())
         self.peak_num_alive = max(self.peak_num_alive, num_alive)
 

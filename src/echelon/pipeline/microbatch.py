@@ -229,13 +229,14 @@ class BatchSplitter:
             given = self._given(args, kwargs, target, loss_fn, training=training)
             facts = given.facts()
             _check_mode(training)
-            counts = None if weights is None else _checked_weights(weights, self._max_microbatches)
+            if weights is not None and self._group.rank == self._last:
+                counts = _checked_weights(weights, self._num_parts(facts[0], training=training))
         except ArgumentError as error:
             problem = str(error)
         likeness = args if self._group.rank == self._first else (), dict(kwargs)
         kind = self._kinds.facts(likeness, training=training)
         total, kinds = self._agree(given, facts, kind, problem)
-        num_parts = self._max_microbatches if training else min(self._max_microbatches, total)
+        num_parts = self._num_parts(total, training=training)
         # Arguments for stages of other ranks are ignored: they may be None, or of another batch.
         is_first, is_last = self._group.rank == self._first, self._group.rank == self._last
 
@@ -251,6 +252,9 @@ class BatchSplitter:
             loss_fn=loss_fn,
             specs=self._kinds.begin(kinds, training=training),
         )
+
+    def _num_parts(self, num_rows: int, *, training: bool) -> int:
+        return self._max_microbatches if training else min(self._max_microbatches, num_rows)
 
     def _given(
         self,
