@@ -3,6 +3,10 @@
 ``tests/long/torch_hangs.py`` draws as many of these programs as one likes.
 """
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.long.torch_hangs import Scenario, first_line, is_right
@@ -32,3 +36,39 @@ def test_the_first_line_names_the_rank_that_stops_by_its_number_in_the_job(
 ) -> None:
     line = first_line(scenario)
     assert is_right(scenario, line), line
+
+
+OF_TORCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, reduce, barrier, recv = dist.get_rank(), dist.all_reduce, dist.barrier, dist.recv
+"""
+OF_ECHELON = """
+import torch, echelon as ec
+world = ec.init()
+rank, group = world.rank, world.group
+reduce, barrier, recv = group.all_reduce, group.barrier, group.recv
+"""
+CLEANS_UP = """
+try:
+    if rank == 1:
+        raise ValueError("boom")
+    reduce(torch.ones(1))
+finally:
+    {}
+"""
+
+
+@pytest.mark.parametrize("world", ["threads", "processes"])
+@pytest.mark.parametrize("start", [OF_TORCH, OF_ECHELON], ids=["torch", "echelon"])
+@pytest.mark.parametrize("call", ["barrier()", "recv(torch.ones(1), 0)"])
+def test_a_call_in_finally_does_not_hide_the_exception(
+    world: str, start: str, call: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(start + CLEANS_UP.format(call))
+    options = ["--ranks", "3", "--world", world, "--timeout", "3"]
+    command = [sys.executable, "-m", "echelon", "run", *options, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("echelon: ")]
+    assert lines[0] == "rank 1 at step 0 raised ValueError: boom", done.stderr

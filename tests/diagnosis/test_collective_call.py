@@ -75,6 +75,14 @@ def test_the_caller_is_the_line_of_user_code() -> None:
     assert str(place) == f"{__file__}:{place.line} in user_function"
 
 
+def test_the_caller_tells_which_exception_it_handles() -> None:
+    try:
+        raise ValueError
+    except ValueError:
+        place = caller()
+    assert str(place).endswith(f":{place.line} in {place.function} (while handling ValueError)")
+
+
 def test_frames_of_torch_are_not_the_users() -> None:
     found: list[CallSite] = []
     tensor = torch.ones(2, requires_grad=True)

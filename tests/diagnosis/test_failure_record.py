@@ -12,6 +12,7 @@ from echelon.errors import (
     CommTimeout,
     DeadlockError,
     RankFailed,
+    StateError,
 )
 
 
@@ -74,6 +75,37 @@ def test_errors_that_only_notice_another_rank_say_so() -> None:
         KeyError(),
     ):
         assert not FailureRecord.of(raised(cause), rank=0).follows
+
+
+def after(before: BaseException, error: BaseException) -> BaseException:
+    """``error`` as it is raised in ``finally`` after ``before``."""
+    try:
+        try:
+            raise before
+        finally:
+            raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_record_is_of_what_an_error_follows() -> None:
+    boom, late = ValueError("boom"), CommTimeout("barrier", [1], 5.0)
+    differ, lost = CollectiveMismatch("g", 0, {0: "a", 1: "b"}), RankFailed(1, "died", "barrier")
+    stopped = StateError("barrier cannot run")
+    stopped.__cause__ = raised(late)
+    for error, first in (
+        (after(boom, differ), "ValueError"),
+        (after(differ, lost), "ValueError"),  # and differ after boom
+        (stopped, "CommTimeout"),
+        (after(RankFailed(1, "died", "barrier"), RuntimeError()), "RankFailed"),
+        (after(KeyError(), RankFailed(1, "died", "barrier")), "RankFailed"),
+        (after(KeyError(), RankFailed(1, "raised DeadlockError: a", "barrier")), "KeyError"),
+        (after(KeyError(), RuntimeError()), "RuntimeError"),
+    ):
+        assert FailureRecord.of(error, rank=0).type == first
+    other = RankFailed(1, "raised ValueError: boom", "barrier")
+    other.__cause__ = raised(ValueError("boom"))  # of the other rank
+    assert FailureRecord.of(raised(other), rank=0).type == "RankFailed"
 
 
 def test_a_very_long_message_is_cut() -> None:

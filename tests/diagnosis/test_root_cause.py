@@ -112,6 +112,8 @@ def stopped(rank: int, reason: Reason, **facts: object) -> FailureRecord:
         ([stopped(0, Reason.EXITED, exit_code=1), stopped(1, Reason.RAISED)], 1),
         ([stopped(0, Reason.RAISED, time_s=2.0), stopped(1, Reason.RAISED, time_s=1.0)], 1),
         ([stopped(0, Reason.LOST, failed_rank=1), stopped(1, Reason.TIMEOUT, missing=(0,))], 1),
+        # It has issued another call because it raised.
+        ([stopped(0, Reason.RAISED, type="CollectiveMismatch"), stopped(1, Reason.RAISED)], 1),
         # It wants to be started again.
         ([stopped(0, Reason.EXITED, exit_code=75), stopped(1, Reason.EXITED, exit_code=3)], 1),
         # One has looked at the rank that it waited for.

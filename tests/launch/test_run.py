@@ -85,6 +85,22 @@ def test_the_first_failure_is_raised_with_its_rank_and_its_traceback(kind) -> No
     assert "in raises" in shown
 
 
+def cleans_up(world: ec.World) -> None:
+    try:
+        raises(world)
+    finally:
+        world.group.all_gather_object(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_is_raised_rather_than_errors_that_follow_it(kind) -> None:
+    with pytest.raises(
+        ec.CollectiveMismatch, match=r"rank 1: .* \(while handling KeyError\)"
+    ) as info:
+        ec.run(cleans_up, 3, kind)
+    assert info.value.__notes__ == ["raised on rank 1 of 3"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -158,10 +158,12 @@ class OrderedExecutor:
         if not self._error_was_raised:
             self._error_was_raised = True
             return error
-        return StateError(
+        stopped = StateError(
             f"{call} cannot run, because an earlier call of this group failed "
             f"({type(error).__name__}: {error}): start a new world"
         )
+        stopped.__cause__ = error
+        return stopped
 
     def _stop(self, error: CommError) -> None:
         if self._stops_at_error:

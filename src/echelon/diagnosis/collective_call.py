@@ -83,14 +83,16 @@ def fingerprint(call: CallSignature) -> int:
 
 
 class CallSite(NamedTuple):
-    """A line of user code."""
+    """A line of user code, and the class of an exception that is being handled there."""
 
     file: str
     line: int
     function: str
+    handled: str = ""
 
     def __str__(self) -> str:
-        return f"{place_name(self.file)}:{self.line} in {self.function}"
+        place = f"{place_name(self.file)}:{self.line} in {self.function}"
+        return f"{place} (while handling {self.handled})" if self.handled else place
 
 
 @dataclass(slots=True)
@@ -138,6 +140,7 @@ def _is_users(file: str) -> bool:
 
 def caller(depth: int = 1) -> CallSite:
     """The innermost line of user code that led here, ``depth`` frames up or more."""
+    handled = sys.exc_info()[0]  # which the other ranks may not have, and so issue other calls
     try:
         frame = sys._getframe(depth)
     except ValueError:  # torch has called a method of ours, and no Python is around it
@@ -152,15 +155,16 @@ def caller(depth: int = 1) -> CallSite:
     # To make an object for each place takes longer than to find it. The hash of a code is slow, so
     # places are found by its address, which the code itself keeps.
     code, line = frame.f_code, frame.f_lineno
-    known = _sites.get((id(code), line))
+    known = _sites.get((id(code), line, handled))
     if known is not None and known[0] is code:
         return known[1]
     if len(_sites) >= _MOST_SITES:
         _sites.clear()
-    site = CallSite(code.co_filename, line, code.co_name)
-    _sites[id(code), line] = code, site
+    name = "" if handled is None else handled.__name__
+    site = CallSite(code.co_filename, line, code.co_name, name)
+    _sites[id(code), line, handled] = code, site
     return site
 
 
-_sites: dict[tuple[int, int], tuple[CodeType, CallSite]] = {}
+_sites: dict[tuple[int, int, type[BaseException] | None], tuple[CodeType, CallSite]] = {}
 _MOST_SITES = 4096

@@ -126,7 +126,8 @@ class FailureRecord:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, where: str = "") -> FailureRecord:
-        """The record of ``error`` raised on ``rank``."""
+        """The record of ``error`` raised on ``rank``, or of what it follows."""
+        error = origin_of(error)
         facts: dict[str, Any] = {}
         kind, message = _of_callback(type(error).__name__, message_of(error))
         if isinstance(error, RankFailed):
@@ -290,6 +291,29 @@ class FailureRecord:
         return cls._of_facts(content.get("echelon")) if isinstance(content, dict) else None
 
 
+def origin_of(error: BaseException) -> BaseException:
+    """What ``error`` follows: a failure of a group, or the exception by which ranks came to differ.
+
+    In ``except`` and ``finally`` a rank issues other calls than those that go on, and after a
+    failure calls fail in their turn.
+    """
+    if not isinstance(error, Exception):  # it ends the rank on purpose
+        return error
+    chain: list[BaseException] = []
+    before: BaseException | None = error
+    while before is not None and not any(before is other for other in chain):
+        chain.append(before)
+        cause = None if isinstance(before, RankFailed) else before.__cause__  # of another rank
+        before = cause or before.__context__
+    # What has come through no code of the user, this library or torch has handled itself.
+    chain[1:] = [before for before in chain[1:] if _place(before)]
+    of_groups = [i for i, each in enumerate(chain) if _is_of_group(each)]
+    if not of_groups:
+        return error
+    first = of_groups[-1]
+    return chain[first + 1] if _differs(chain[first]) and chain[first + 1 :] else chain[first]
+
+
 def is_heard(error: BaseException, rank: int) -> bool:
     """Whether ``error``, raised on ``rank``, is of a save or load that failed on another rank."""
     return isinstance(error, CheckpointError) and error.rank not in (None, rank)
@@ -322,6 +346,17 @@ def _of_callback(kind: str, message: str) -> tuple[str, str]:
         text = text.removeprefix(_CALLBACK).removeprefix("RuntimeError: ")
     name, _, rest = text.partition("\n\nAt:\n")[0].partition(": ")
     return (name, rest) if name in _DISAGREEMENTS else (kind, message)
+
+
+def _differs(error: BaseException) -> bool:
+    """Whether it says that ranks disagree, as this one or another has found."""
+    if isinstance(error, RankFailed):
+        return error.cause.removeprefix("raised ").partition(":")[0] in _DISAGREEMENTS
+    return _of_callback(type(error).__name__, message_of(error))[0] in _DISAGREEMENTS
+
+
+def _is_of_group(error: BaseException) -> bool:
+    return isinstance(error, CommError) or _differs(error)
 
 
 def _reason_of(error: BaseException, rank: int) -> Reason:

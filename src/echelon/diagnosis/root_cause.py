@@ -32,8 +32,9 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
     """The record of the first cause; None if no rank has failed.
 
     Law: a record that only reports another rank (``follows``) is chosen only if no rank ended by
-    itself: died, raised or exited. Of records with the same reason, one that has looked at the rank
-    it waited for comes first, then one whose rank has left no record, then the earliest one.
+    itself: died, raised or exited. Of records with the same reason, those of ranks that disagree
+    come last. One that has looked at the rank it waited for comes first, then one whose rank has
+    left no record, then the earliest one.
     Records of ranks that ended in the regular way never count.
     """
     candidates = [record for record in records if record.reason in _ORDER]
@@ -43,6 +44,7 @@ def root_cause(records: Iterable[FailureRecord]) -> FailureRecord | None:
         return (
             _ORDER.index(record.reason),
             record.exit_code == EXIT_RESUMABLE,  # such a rank asks to be started again
+            record.is_disagreement,  # a rank that handles an exception issues other calls
             not record.stuck,
             record.failed_rank is None or record.failed_rank in known,
             record.time_s,

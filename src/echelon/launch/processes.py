@@ -62,10 +62,10 @@ Enter = Callable[[World], None]
 
 
 class _RemoteTraceback(Exception):
-    """The traceback of another process, shown as the cause of its exception."""
+    """The traceback of another process, shown as the cause of its exception, and its record."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, record: FailureRecord) -> None:
+        self.text, self.record = text, record
         super().__init__(text)
 
     def __str__(self) -> str:
@@ -252,7 +252,7 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
     try:
         if not pipe.poll():  # the process has ended, and another one has its pipe
             raise EOFError
-        kind, payload, text = function_pickle.loads(pipe.recv_bytes())
+        record, payload, text = function_pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(time_limits.EXIT_S)
         if process.exitcode is None:
@@ -263,7 +263,7 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
         if process.exitcode == _UNGUARDED:
             return ArgumentError(_ADVICE)
         return _Died(process.exitcode)
-    if kind == "result":
+    if record is None:
         try:
             return (function_pickle.loads_result(payload),)
         except ArgumentError as error:
@@ -273,7 +273,7 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
     except Exception as problem:  # an exception class that only the child can build
         message = f"a rank raised an exception that cannot be sent: {text} ({problem!r})"
         failure = WorldError(message)
-    failure.__cause__ = _RemoteTraceback(text)
+    failure.__cause__ = _RemoteTraceback(text, record)
     return failure
 
 
@@ -289,6 +289,8 @@ def _record_of(failure: BaseException, rank: int) -> FailureRecord:
     """The record of a failure that has come from a child now."""
     if isinstance(failure, _Died):  # a child that ends by itself sends what it has raised
         return FailureRecord(rank=rank, reason=Reason.DIED, exit_code=failure.exitcode)
+    if isinstance(failure.__cause__, _RemoteTraceback):  # what a rank handled is not sent with it
+        return failure.__cause__.record
     return FailureRecord.of(failure, rank)
 
 
@@ -363,7 +365,7 @@ def _child(
         group = join(rank, size, tokens, timeout=timeout, monitor=monitor)
         monitor.set_phase(Phase.RUNNING)
     except BaseException as error:
-        _send_error(pipe, error)
+        _send_error(pipe, error, rank)
         return
     world = World(
         group,
@@ -378,17 +380,17 @@ def _child(
         result = call(fn, world, args)
         world.close()
         leave_groups()
-        payload = function_pickle.dumps(("result", function_pickle.dumps_result(result, rank), ""))
+        payload = function_pickle.dumps((None, function_pickle.dumps_result(result, rank), ""))
     except BaseException as error:
         world.end_what_is_begun(error)
         group.close(error)
         close_groups(error)
-        _send_error(pipe, error)
+        _send_error(pipe, error, rank)
     else:
         pipe.send_bytes(payload)
 
 
-def _send_error(pipe: Connection, error: BaseException) -> None:
+def _send_error(pipe: Connection, error: BaseException, rank: int) -> None:
     text = "".join(traceback.format_exception(error))
     try:
         payload = function_pickle.dumps(error)
@@ -397,4 +399,4 @@ def _send_error(pipe: Connection, error: BaseException) -> None:
         payload = function_pickle.dumps(
             CommError(text) if isinstance(error, CommError) else WorldError(text)
         )
-    pipe.send_bytes(function_pickle.dumps(("error", payload, text)))
+    pipe.send_bytes(function_pickle.dumps((FailureRecord.of(error, rank), payload, text)))
