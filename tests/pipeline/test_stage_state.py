@@ -413,6 +413,7 @@ def names_and_loads(world: World, plan_: ec.Plan) -> None:
     names = [name for name, _ in pipe.named_parameters()]
     assert names == [name for name in state if name.endswith(("weight", "bias"))]
     assert names == [name for name, _ in layers().named_parameters() if name in state]
+    assert {*names, *dict(pipe.named_buffers())} == {*state}
     whole = pipe.whole_state_dict(rank0_only=False)
     assert pipe.load_state_dict(whole).unexpected_keys == []
     assert pipe.load_state_dict(state).missing_keys == []

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.checks import flag, instance, mapping
 from echelon.comm.group import Group
@@ -91,6 +91,18 @@ class StagedModule(nn.Module, HasShards):
                 object.__setattr__(self, "_nothing_to_train", placeholder)
             assert self._nothing_to_train is not None
             yield f"{start}nothing_to_train", self._nothing_to_train
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this rank's stages, with the names of the whole model."""
+        seen: set[Tensor] = set()
+        start = f"{prefix}." if prefix else ""
+        for index, stage in self.stages.items() if recurse else ():
+            for name, buffer in stage.named_buffers("", True, remove_duplicate):
+                if not (remove_duplicate and buffer in seen):
+                    seen.add(buffer)
+                    yield start + name_in_model(stage, int(index), name), buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the names of the whole model.
