@@ -73,7 +73,12 @@ def check_sums_of_stages(world: ec.World, text: str) -> None:
         logged = pickle.loads(pickle.dumps({"norm": grad.norm().item(), "sum": grad.sum()}))
         assert [type(value) for value in logged.values()] == [float, Tensor]
         assert json.dumps(round(grad.norm().item(), 3)) == json.dumps(round(whole.norm().item(), 3))
-    grads = [param.grad for param in named.values()]
+    grads, others = ([p.grad for p in one.parameters()] for one in (model, staged(world, text)))
+    for grad, other in zip(grads, others, strict=True):  # of two models
+        assert ((grad - other).abs().max() / other.abs().max()).item() == 0
+        assert (
+            torch.dot(grad.flatten(), other.flatten()) / grad.norm() / other.norm()
+        ).item() > 0.9
     for how, total in SUMS.items():
         with pytest.raises(UnsupportedError, match=r"ec\.clip_grad_norm_\(model, max_norm\)"):
             pytest.fail(f"{how}: {total(grads)}")

@@ -84,7 +84,8 @@ class StageNumber(_IsOfAStage):
         if func in _JOINING:
             return _joined(func, args, named)
         numbers = [v for v in (*args, *named.values()) if isinstance(v, StageNumber)]
-        _check_one_source(numbers)
+        if func in _ADDING:  # ratios and products are also those of gradients of two models
+            _check_one_source(numbers)
         result = call_plain(func, args, named)
         if func is Tensor.__setitem__ or func.__name__.endswith("_"):
             _mark_written(args[0])
@@ -223,6 +224,13 @@ _KEEPING = (
 )
 _OVERWRITING = frozenset((*functions("copy_ fill_", Tensor), Tensor.__setitem__))
 _JOINING = frozenset(functions("cat concat concatenate stack hstack", torch))
+_ADDING = frozenset(
+    (
+        *functions("add add_ maximum minimum fmax fmin max min hypot hypot_ logaddexp logaddexp2"),
+        *functions("addcmul addcmul_ lerp lerp_ lt le gt ge less greater"),
+        *functions("__add__ __radd__ __iadd__ __lt__ __le__ __gt__ __ge__", Tensor),
+    )
+)
 STAGE_RULES |= {
     **dict.fromkeys(_JOINING, _joined),
     **dict.fromkeys(_KEEPING, _marked_again),
