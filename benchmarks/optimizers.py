@@ -222,7 +222,7 @@ def outcome(cls: type[Optimizer], layout: str, ranks: int, alone: Alone) -> str:
 
 def _keeps_float32(optimizer: Optimizer) -> bool:
     """Whether a state of more than one element has float32, as for weights of half precision."""
-    states = pytree.tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    states = pytree.tree_leaves(dict(optimizer.state))
     return any(
         isinstance(state, Tensor) and state.numel() > 1 and state.dtype is torch.float32
         for state in states
