@@ -210,9 +210,11 @@ class Bucket:
         """Write the next gradients elsewhere if somebody keeps earlier ones; see the note."""
         before, home = self._gradients, self._home
         grads = list(map(_grad, self.params))
-        is_left = before.is_left()
-        if not is_left:
-            before.bring_back(grads)
+        is_left = False
+        if before.exchanged():
+            is_left = before.is_left()
+            if not is_left:
+                before.bring_back(grads)
         is_ours = list(map(is_, grads, before.views))
         del grads  # or these references would count as those of somebody who holds them
         if all(is_ours) and not is_left:

@@ -38,12 +38,10 @@ class GradientMemory:
         return count_references(self.flat, self.views) != self._held_by_us
 
     def is_left(self) -> bool:
-        """Whether a gradient was given other memory, and somebody keeps what was in this one.
+        """Whether somebody keeps what was here of gradients that were given other memory.
 
         As in ``old = p.grad.data; p.grad.data = another``.
         """
-        if not self._exchanged():
-            return False
         memory = self.flat.untyped_storage()._cdata
         elsewhere = sum(view.untyped_storage()._cdata != memory for view in self.views)
         return bool(count_references(self.flat, ())[0] != self._held_by_us[0] - elsewhere)
@@ -55,7 +53,7 @@ class GradientMemory:
         Those that are one of ``grads``, which are ``.grad`` of the parameters, keep the values that
         they were given. Others are left to whoever has them, and new views take their places.
         """
-        exchanged = self._exchanged()
+        exchanged = self.exchanged()
         if not exchanged:
             return
         fresh = _views(self.gradients, self._starts, self._params)
@@ -66,10 +64,10 @@ class GradientMemory:
             elif slot in values:
                 self.views[slot] = fresh[slot]
 
-    def _exchanged(self) -> list[int]:
+    def exchanged(self) -> list[int]:
         """The slots of views of which somebody has replaced the memory."""
-        # Runs up to three times in each backward: a loop that stays in C. Other strides need no
-        # test: what is written through a view is read through it.
+        # Runs once or twice in each backward: a loop that stays in C. Other strides need no test:
+        # what is written through a view is read through it.
         addresses = list(map(Tensor.data_ptr, self.views))
         if addresses == self._addresses:
             return []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from operator import methodcaller
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ from echelon.pipeline.stage_state import (
 )
 from echelon.state.optimizer_state import check_params, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 class StagedModule(nn.Module, HasShards):
@@ -76,15 +79,14 @@ class StagedModule(nn.Module, HasShards):
         A rank that has nothing to train has one more, ``nothing_to_train``, which has no elements
         and never a gradient: no optimizer of torch takes an empty list.
         """
-        seen: set[nn.Parameter] = set()
-        start = f"{prefix}." if prefix else ""
-        for index, stage in self.stages.items() if recurse else ():
-            for name, param in stage.named_parameters("", True, remove_duplicate):
-                if not (remove_duplicate and param in seen):
-                    seen.add(param)
-                    full_name = parameter_name(stage, int(index), name)
-                    yield start + self._first_names.get(full_name, full_name), param
-        if recurse and self._group.size > 1 and not any(param.requires_grad for param in seen):
+        if not recurse:
+            return
+        start, trains = f"{prefix}." if prefix else "", False
+        members = methodcaller("named_parameters", "", True, remove_duplicate)
+        for name, param in self._named(members, parameter_name, remove_duplicate):
+            trains |= param.requires_grad
+            yield start + self._first_names.get(name, name), param
+        if self._group.size > 1 and not trains:
             if self._nothing_to_train is None:
                 # Not by setattr of a module, which would put it into state dicts.
                 placeholder = nn.Parameter(torch.empty(0, device=self._group.device))
@@ -96,13 +98,26 @@ class StagedModule(nn.Module, HasShards):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this rank's stages, with the names of the whole model."""
-        seen: set[Tensor] = set()
         start = f"{prefix}." if prefix else ""
-        for index, stage in self.stages.items() if recurse else ():
-            for name, buffer in stage.named_buffers("", True, remove_duplicate):
-                if not (remove_duplicate and buffer in seen):
-                    seen.add(buffer)
-                    yield start + name_in_model(stage, int(index), name), buffer
+        members = methodcaller("named_buffers", "", True, remove_duplicate)
+        for name, buffer in (
+            self._named(members, name_in_model, remove_duplicate) if recurse else ()
+        ):
+            yield start + name, buffer
+
+    def _named(
+        self,
+        members: Callable[[nn.Module], Iterator[tuple[str, _T]]],
+        name_of: Callable[[nn.Module, int, str], str],
+        remove_duplicate: bool,
+    ) -> Iterator[tuple[str, _T]]:
+        """Members of this rank's stages, each once, with the names that ``name_of`` makes."""
+        seen: set[_T] = set()
+        for index, stage in self.stages.items():
+            for name, member in members(stage):
+                if not (remove_duplicate and member in seen):
+                    seen.add(member)
+                    yield name_of(stage, int(index), name), member
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of this rank's stages, with the names of the whole model.
