@@ -354,7 +354,7 @@ def the_number_of_collectives_and_their_bytes_follow_from_the_buckets(world: ec.
         for bucket in ddp.buckets:
             numels = [dict(model.named_parameters())[name].numel() for name in bucket.names]
             numel = sum(-(-n // 16) * 16 for n in numels[:-1]) + numels[-1]  # aligned to 16
-            expected.append(("all_reduce", 4 * (numel + len(numels) + 5)))  # flags and notices
+            expected.append(("all_reduce", 4 * (numel + len(numels) + 6)))  # flags and notices
     assert [(event.facts["op"], event.facts["nbytes"]) for event in events] == expected
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm import streams
+from echelon.errors import StateError
 
 EVENTS = (
     "step", "gated", "no_sync", "no_sync", "attribution", "unused", "sync", "zero", "none",
@@ -53,7 +54,7 @@ def played(
             model(x, use=ranks[world.rank]).sum().backward()
         elif kind == "sync":
             model.sync_gradients(may_be_none=True)
-        elif kind in ("zero", "none"):
+        elif kind in ("zero", "none") and ranks[world.rank]:
             model.zero_grad(set_to_none=kind == "none")
         elif ranks[world.rank]:
             if kind == "attribution":
@@ -96,6 +97,30 @@ def test_ranks_may_differ_in_what_they_add_to_kept_gradients(reduction: str | fl
             assert torch.allclose(torch.tensor(got), want, rtol=1e-6), (seed, events)
 
 
+def test_ranks_that_drop_what_others_keep_get_the_gradients_of_the_others() -> None:
+    for seed in range(40):
+        num_ranks, dice = 2 + seed % 2, random.Random(seed)
+        events = draw(seed, num_ranks)
+        for kind, ranks in events:
+            if kind == "none":
+                ranks[:] = [dice.random() < 0.5 for _ in ranks]
+        got = ec.run(played, num_ranks, args=(events, "mean"))
+        for other in got[1:]:
+            assert torch.allclose(torch.tensor(other), torch.tensor(got[0]), rtol=1e-12), events
+
+
+def test_one_rank_adds_to_what_one_keeps_and_one_drops() -> None:
+    events = [
+        ("step", [True] * 3),
+        ("no_sync", [True, False, False]),
+        ("none", [False, False, True]),
+        ("step", [True] * 3),
+    ]
+    kept, last = 1 / 7, 1 / 7 + (1 + 3 + 3 + 1 / 7 + 3 + 2 / 7) / 3
+    for got in ec.run(played, 3, args=(events, "mean")):
+        assert got == [pytest.approx([kept, 2 * kept]), pytest.approx([last, 2 * last])]
+
+
 class ReadingWaits(streams.PlainDevice):
     """A device on which reading a value waits."""
 
@@ -121,3 +146,25 @@ def test_where_reading_waits_ranks_that_enter_no_sync_look_at_what_the_others_ha
         return grad[0, 0].item()
 
     assert ec.run(main, 2) == [16, 16]
+
+
+def test_where_reading_waits_ranks_that_keep_other_gradients_refuse_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(streams.kinds, "cpu", ReadingWaits)
+
+    def main(world: ec.World, how: str) -> None:
+        model = ec.DDP(Gate(), world.group)
+        x = torch.full((1, 3), world.rank + 1.0, dtype=torch.float64)
+        model(x).sum().backward()
+        if how == "drops" and world.rank == 0:
+            model.zero_grad()
+        if how == "adds" and world.rank == 0:
+            with model.no_sync():
+                model(x).sum().backward()
+        with pytest.raises(StateError, match="let all ranks call zero_grad"):
+            for _ in range(2):
+                model(x).sum().backward()
+
+    for how in ("drops", "adds"):
+        ec.run(main, 2, args=(how,))

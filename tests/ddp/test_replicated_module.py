@@ -23,7 +23,7 @@ def test_a_whole_state_is_a_copy_and_a_state_of_the_optimizer_loads_again():
         assert stats.optimizer == sum(2 * p.nbytes + 4 for p in ddp.parameters())
         # Gradients travel in float32, and ``.grad`` are views of a second buffer, in float64.
         assert stats.buckets == sum(b.nbytes for b in ddp.buckets) + sum(
-            2 * (b.nbytes - 4 * (len(b.names) + 5)) for b in ddp.buckets
+            2 * (b.nbytes - 4 * (len(b.names) + 6)) for b in ddp.buckets
         )
         return stats.gradients
 

@@ -11,6 +11,8 @@ import echelon as ec
 from echelon.errors import (
     ArgumentError,
     BlackboxCorrupt,
+    CollectiveMismatch,
+    CommError,
     DeadlockError,
     ReplayMismatch,
     StateError,
@@ -86,7 +88,10 @@ def fail(world: ec.World, folder: Path, text: str, how: str = "raise") -> None:
         if step == 2 and world.rank == 1:
             if how == "raise":
                 raise ValueError(text)
-            return
+            if how == "skip":
+                world.group.all_reduce(torch.zeros(1))
+            if how != "nothing":
+                return
         world.group.barrier()
 
 
@@ -108,6 +113,21 @@ def test_a_deadlock_is_replayed(tmp_path: Path) -> None:
     assert replay.errors.keys() == {0}
     assert isinstance(replay.errors[0], DeadlockError)
     assert replay.same
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("how", ["skip", "return"])
+def test_calls_that_differ_and_ranks_that_have_left_are_replayed(
+    how: str, kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CommError) as raised:
+        run_world(kind, fail, 2, (tmp_path, "", how))
+    assert (how == "skip") == isinstance(raised.value, CollectiveMismatch)
+    assert ec.replay(tmp_path, fail, args=(tmp_path, "", how)).same
+    replay = ec.replay(tmp_path, fail, args=(tmp_path, "", "nothing"))
+    assert not replay.same
+    assert "no rank failed" in str(replay)
+    assert f"in the run, rank 0 raised {type(raised.value).__name__}" in str(replay)
 
 
 def test_an_error_before_the_steps_is_raised(tmp_path: Path) -> None:

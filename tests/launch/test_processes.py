@@ -4,16 +4,18 @@ import fcntl
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 import echelon as ec
-from echelon.errors import ArgumentError, SharedMemoryError, WorldError
+from echelon.errors import ArgumentError, RankFailed, SharedMemoryError, WorldError
 from echelon.process import time_limits
 from tests.children import environ
 
@@ -30,6 +32,21 @@ def raises_what_cannot_travel(world: ec.World) -> None:
 def test_an_exception_that_cannot_be_sent_is_told_by_its_text() -> None:
     with pytest.raises(WorldError, match="Stubborn: 1 and 2"):
         ec.run(raises_what_cannot_travel, 1, "processes")
+
+
+def is_killed_while_it_sends_its_result(world: ec.World) -> str:
+    def sends_half(pipe: Connection, payload: bytes) -> None:
+        os.write(pipe.fileno(), struct.pack("!i", len(payload)) + payload[:1])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if world.rank == 1:
+        Connection.send_bytes = sends_half  # type: ignore[assignment, method-assign]
+    return "whole"
+
+
+def test_a_rank_that_is_killed_while_it_sends_its_result_is_named() -> None:
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
+        ec.run(is_killed_while_it_sends_its_result, 2, "processes")
 
 
 def returns_what_cannot_travel(world: ec.World) -> object:

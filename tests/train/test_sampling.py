@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import echelon as ec
 from echelon.errors import ArgumentError, RankError, StateError
@@ -193,6 +193,16 @@ def test_it_is_a_sampler_as_well_as_a_batch_sampler(workers: int, size: int) -> 
         # Without batching by the loader, the data set is asked for the whole list.
         loader = DataLoader(torch.arange(NUM_SAMPLES), batch_size=None, sampler=bulk)
         assert [b.tolist() for b in islice(bulk.batches(loader, epochs=None), 9)] == expected
+
+
+def test_batch_samplers_of_a_user_may_count_its_samples() -> None:
+    class Pairs(BatchSampler):
+        def __len__(self) -> int:
+            return -(-len(self.sampler) // 2)  # type: ignore[arg-type]
+
+    sampler = ec.ResumableSampler(NUM_SAMPLES, BATCH, ALONE)
+    assert len(Pairs(sampler, 2, drop_last=False)) == 12
+    assert len(sampler) == NUM_BATCHES
 
 
 def test_other_loaders_may_iterate_over_it_inside_batches() -> None:

@@ -34,10 +34,12 @@ ALIGN_NUMEL = 16
 
 # The notices are numbers behind the flags of a bucket. In the last bucket they are not zero after
 # the reduction if, on some rank, a buffer has changed, a parameter was frozen or unfrozen, a
-# forward wrote into a parameter, gradients had shares of reduced ones, or reduced ones were set
-# aside.
-BUFFERS_CHANGED, TRAINABLE_CHANGED, PARAMETERS_WRITTEN, HAS_SHARES, SET_ASIDE = range(5)
-NUM_NOTICES = 5
+# forward wrote into a parameter, reduced gradients were set aside, none were or gradients had
+# shares of them, or the last two are not looked at at once.
+BUFFERS_CHANGED, TRAINABLE_CHANGED, PARAMETERS_WRITTEN, SET_ASIDE, SETS_NONE_ASIDE, LOOKS_LATE = (
+    range(6)
+)
+NUM_NOTICES = 6
 
 _grad = attrgetter("grad")
 
@@ -140,7 +142,7 @@ class Bucket:
     [1] These are ``.grad`` of the parameters. If gradients are reduced in another dtype, ``.grad``
     are the views of a second buffer, which has the parameters' dtype. [2] There is one flag for
     each gradient: 1 where this rank has it. After the reduction, 0 means that no rank has it.
-    [3] The notices are five more numbers, which the reducer writes and reads.
+    [3] The notices are six more numbers, which the reducer writes and reads.
 
     Attributes:
         indices: the indices of the parameters; methods name a gradient by its slot, which is the

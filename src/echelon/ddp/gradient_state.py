@@ -120,6 +120,15 @@ def graph_is_lost() -> StateError:
     )
 
 
+def kept_differ() -> StateError:
+    """The error where ranks differ in what they keep and nobody may wait to make it equal."""
+    return StateError(
+        "some ranks have kept the reduced gradients in .grad and added to them, others have not, "
+        "so the sums would differ: let all ranks call zero_grad(), or enter no_sync(), at the same "
+        "steps"
+    )
+
+
 def _has_local_gradients(buckets: Sequence[Bucket]) -> bool:
     return any(
         param.grad is not None and param.grad is not view

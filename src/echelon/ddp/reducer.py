@@ -39,16 +39,17 @@ from echelon.comm.streams import device_of
 from echelon.comm.work import Work
 from echelon.ddp.buckets import (
     BUFFERS_CHANGED,
-    HAS_SHARES,
+    LOOKS_LATE,
     PARAMETERS_WRITTEN,
     SET_ASIDE,
+    SETS_NONE_ASIDE,
     TRAINABLE_CHANGED,
     Bucket,
     BucketPlan,
     plan_buckets,
 )
 from echelon.ddp.grad_ready_counter import GradReadyCounter
-from echelon.ddp.gradient_state import GradientState, graph_is_lost
+from echelon.ddp.gradient_state import GradientState, graph_is_lost, kept_differ
 from echelon.ddp.join import JoinStep, Rounds
 from echelon.ddp.options import DDPOptions
 from echelon.ddp.replicas import ReplicaWatch
@@ -133,6 +134,7 @@ class Reducer:
         self._overlap = options.sync == "overlap"
         self._syncing = True
         self._has_no_sync = False  # so far
+        self._kept_differ = LateAnswer()
         self._reading_waits = device_of(group.device).reading_waits
         self._state = GradientState(self._named, options, group.size)
         self._backward: BackwardRecord | None = None
@@ -220,6 +222,8 @@ class Reducer:
         """Expect one gradient of every parameter."""
         self._trainable.compare(at_once=True)
         self._replicas.compare_if_written(at_once=True)
+        if self._kept_differ.is_yes():
+            raise kept_differ()
         backward.num_contributors = self._group.size
         if self.rounds is not None:
             backward.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
@@ -288,8 +292,9 @@ class Reducer:
         if bucket is self.buckets[-1]:
             bucket.notices[TRAINABLE_CHANGED] = self._trainable.changed()
             bucket.notices[PARAMETERS_WRITTEN] = self._replicas.is_written
-            bucket.notices[HAS_SHARES] = backward.has_shares
-            bucket.notices[SET_ASIDE] = bool(backward.reduced_before)
+            sets_aside = bool(backward.reduced_before)
+            bucket.notices[SET_ASIDE] = sets_aside
+            bucket.notices[SETS_NONE_ASIDE] = backward.has_shares or not sets_aside
         self._all_reduce_bucket(backward, missing)
 
     def _all_reduce_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
@@ -299,6 +304,7 @@ class Reducer:
         if b == len(self.buckets) - 1:
             changed = self._changed_buffers
             bucket.notices[BUFFERS_CHANGED] = changed is not None and changed()
+            bucket.notices[LOOKS_LATE] = self._looks_late
         if events.listening():
             events.emit("ddp.bucket", rank=self._world_rank, bucket=b, nbytes=bucket.nbytes)
         work = None
@@ -376,31 +382,40 @@ class Reducer:
         return 1.0 if self._op == "mean" else self._options.divisor(backward.num_contributors)
 
     def _complete_shares(self, backward: BackwardRecord) -> None:
-        """Add what shares of an earlier reduction lack, where not all ranks have reduced theirs.
+        """Add what is missing of an earlier reduction, where not all ranks have set it aside.
 
-        Where reading the notices waits for the device, ranks that never entered ``no_sync`` do not.
+        All ranks read the same notices, so all take part. Where reading waits for the device, ranks
+        that never entered ``no_sync`` look at them in the next backward, and refuse to go on.
         """
-        has_earlier = backward.has_shares or backward.reduced_before or self.rounds is not None
-        if not has_earlier or not self.buckets or (self._reading_waits and not self._has_no_sync):
+        if not self.buckets:
             return
         notices = self.buckets[-1].notices
-        if not (notices[HAS_SHARES] and notices[SET_ASIDE]):
+        if self._looks_late:
+            differ = notices[SET_ASIDE] * notices[SETS_NONE_ASIDE]
+            self._kept_differ.take(differ.view(1))
             return
+        if not (notices[SET_ASIDE] and notices[SETS_NONE_ASIDE]):
+            return
+        if notices[LOOKS_LATE]:
+            raise kept_differ()
         facts = backward.has_shares, sorted(backward.reduced_before)
         ranks = self._group.all_gather_object(facts, label=_SHARES)
-        source = next(rank for rank, (_, indices) in enumerate(ranks) if indices)
-        indices = ranks[source][1]
+        sources = {i: rank for rank in reversed(range(len(ranks))) for i in ranks[rank][1]}
         num_summed = self._group.size if self._op == "mean" else backward.num_contributors
         divisor = self._options.divisor(num_summed)
         # Of the earlier reduced gradient R, each rank with shares had factor * R in what it sent.
         # So what came back has sent * R in it: all of R if every rank has shares. The rest is
         # added here.
         sent = sum(has_shares for has_shares, _ in ranks) * self._state.factor / divisor
-        for i in indices:
+        for i, source in sorted(sources.items()):
             if i not in backward.reduced_before:
                 backward.reduced_before[i] = torch.empty_like(self._params[i])
             self._group.broadcast(backward.reduced_before[i], source, label=_SHARES)
             backward.reduced_before[i].mul_(1 - sent)
+
+    @property
+    def _looks_late(self) -> bool:
+        return self._reading_waits and not self._has_no_sync
 
     @property
     def buffers_changed(self) -> bool:

@@ -5,6 +5,12 @@
 ``stacks``           the Python stacks of ranks that do not answer
 ``rank_monitor``     what a rank writes about itself into the recorder, and learns about others
 ``stuck_ranks``      ranks that others wait for in vain
+``stalled_calls``    which ranks hold up a collective that a device does not finish
+``arrivals``         when a rank came to its last collectives, and what it had done before
+``activity_hooks``   where torch and Python begin what this library does not see otherwise
+``rank_time``        what a rank spends its time on, which it measures itself
+``step_rows``        that for each step, in memory that others can read
+``held_up``          which rank holds up the others, by how much, and in what
 ``failure_record``   why one rank stopped, as plain data
 ``root_cause``       which of several records is the first cause
 ``failure_report``   the lines for a person, the first of which names the cause

@@ -46,6 +46,7 @@ STACKS_FILE = "{}-stacks.txt"  # beside the file of a record, with its name
 _DISAGREEMENTS = {
     error.__name__ for error in (CollectiveMismatch, DeadlockError, ModelMismatch, StartMismatch)
 }
+_OF_ANOTHER = {error.__name__ for error in (CommError, CommTimeout, RankFailed)}
 _CALLBACK = "Got the following error when running the callback: "  # torch's own words
 _MAX_MESSAGE = 4000  # characters; a message may hold a tensor
 _MAX_NBYTES = 1 << 26  # that reading a record may take
@@ -203,7 +204,7 @@ class FailureRecord:
     @property
     def is_disagreement(self) -> bool:
         """Whether ranks differ in what must be the same; then each raises, and none is to blame."""
-        return self.type in _DISAGREEMENTS
+        return is_disagreement(self.type)
 
     @property
     def first_line(self) -> str:
@@ -314,6 +315,16 @@ def origin_of(error: BaseException) -> BaseException:
     return chain[first + 1] if _differs(chain[first]) and chain[first + 1 :] else chain[first]
 
 
+def is_of_another(name: str) -> bool:
+    """Whether errors of the class of this name tell what another rank did, or did not do."""
+    return name in _OF_ANOTHER
+
+
+def is_disagreement(name: str) -> bool:
+    """Whether errors of the class of this name say that ranks differ in what must be the same."""
+    return name in _DISAGREEMENTS
+
+
 def is_heard(error: BaseException, rank: int) -> bool:
     """Whether ``error``, raised on ``rank``, is of a save or load that failed on another rank."""
     return isinstance(error, CheckpointError) and error.rank not in (None, rank)
@@ -362,10 +373,8 @@ def _is_of_group(error: BaseException) -> bool:
 def _reason_of(error: BaseException, rank: int) -> Reason:
     if isinstance(error, CommTimeout):
         return Reason.TIMEOUT
-    reports_peer = isinstance(error, CommError) and not isinstance(
-        error, CollectiveMismatch | DeadlockError
-    )
-    return Reason.LOST if reports_peer or is_heard(error, rank) else Reason.RAISED
+    reports_peer = is_of_another(type(error).__name__) or is_heard(error, rank)
+    return Reason.LOST if reports_peer else Reason.RAISED
 
 
 def _place(error: BaseException) -> str:

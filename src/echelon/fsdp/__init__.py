@@ -10,8 +10,10 @@ reduction in ``gradients``.
 ``shard_layout``      which rank has which elements of a buffer; pure arithmetic
 ``hybrid_groups``     the shard group, and the replicas of each shard (HSDP)
 ``local_shard``       this rank's shard: in which memory it is, and which streams copy it
+``shard_update``      values that users give for all shards of a rank in one tensor
 ``storage``           the memory of parameters of one kind: shards, and unsharded parameters
 ``storage_kinds``     the kinds of storage: shared, gathered, replicated
+``storage_shardings``  which parts of which parameters a storage shows to users
 ``gradient_buffer``   the memory in which the unsharded gradients of one storage travel
 ``gradients``         from unsharded gradients to this rank's reduced shard of them
 ``unit``              the states of a unit: sharded, unsharding, unsharded, hidden
@@ -21,6 +23,7 @@ reduction in ``gradients``.
 ``gradient_reducer``  collects gradients and launches their reductions
 ``backward``          which units a backward has reached, left and completed
 ``hooks``             the hooks on modules, and when shards may be written
+``forward_writes``    writes of a forward into its parameters
 ``evaluation_rounds`` evaluation where some ranks have no rows
 ``build``             from a module to units with memory and initial values, and back
 ``guards``            keeps code outside from taking shards for unsharded parameters

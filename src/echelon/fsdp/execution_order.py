@@ -190,8 +190,8 @@ class ExecutionOrder:
             forward, on all ranks, so that no unshard is expected.
         is_resharded: whether all units were resharded since forward, on all ranks.
         reductions: the order in which gradients are reduced.
-        skipped_in_backward: the units that all ranks use and none unshards for the backward of one
-            forward, such as frozen ones. They stay unsharded if backward may reach them.
+        unsharded_only_in_forward: the units that all ranks use and none unshards for the backward
+            of one forward, such as frozen ones. They stay unsharded if backward may reach them.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class ExecutionOrder:
         self._varying: set[BackwardKind] = set()  # kinds whose units vary, so they stay a guess
         self._backward_kind = BackwardKind(all_unsharded=True)
         self.backward = PassOrder([], is_guess=True)
-        self.skipped_in_backward: set[int] = set()
+        self.unsharded_only_in_forward: set[int] = set()
         self.reductions = list(reversed(reducing))  # the root's gradients are complete last
         self._knows_reductions = False
         self._notes = Notes()
@@ -329,7 +329,7 @@ class ExecutionOrder:
         order = common_order(orders, self._guesses[kind], without=used)
         self._backwards[kind] = PassOrder(order)
         if kind.follows_one_forward:
-            self.skipped_in_backward = set(self._communicating).difference(order)
+            self.unsharded_only_in_forward = set(self._communicating).difference(order)
 
 
 # Arithmetic of orders ------------------------------------------------------------------------

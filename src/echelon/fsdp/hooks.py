@@ -251,7 +251,7 @@ class Hooks:
             return HIDDEN  # the outputs show no tensor, so no hook tells when backward comes
         if is_watched and u == 0:
             return HIDDEN  # the backward of the root comes next
-        if is_watched and u in self.unsharder.order.skipped_in_backward:
+        if is_watched and u in self.unsharder.order.unsharded_only_in_forward:
             return HIDDEN  # no rank expects to unshard it in backward
         if is_watched and not self._reshards:
             return HIDDEN  # the strategy keeps it for backward

@@ -171,9 +171,9 @@ class FSDPOptions:
         min_num_params: a unit with fewer parameters is replicated.
         init: how parameters become equal at the start.
         reduction: ``"mean"``, ``"sum"``, or the number that a sum is divided by.
-        backward_prefetch: when the next unit of backward is unsharded.
+        backward_prefetch: when the next unit of backward is unsharded, one at a time.
         forward_prefetch: how many units of forward are unsharded before they are needed.
-        limit_all_gathers: at most two units are unsharded before they are needed.
+        limit_all_gathers: at most two units of forward are unsharded before they are needed.
         use_orig_params: whether optimizers see the parameters of the model, or flat ones.
         offload: what lies in the memory of the host.
         check_replicas: after how many reductions ranks compare what they replicate; 0: never.

@@ -149,24 +149,24 @@ class Unsharder:
         if u and unit.communicates and unit.state is not UNSHARDED and not self.keeps_unsharded:
             if order is self.order.forward:
                 self.order.called.append(u)
-            for v in self._take_skipped_before(u, unit, order):
-                self._join_skipped(v, order)
+            for v in self._take_unreached_before(u, unit, order):
+                self._join_unreached(v, order)
         unit.unshard()
 
-    def _take_skipped_before(self, u: int, unit: Unit, order: PassOrder) -> Sequence[int]:
+    def _take_unreached_before(self, u: int, unit: Unit, order: PassOrder) -> Sequence[int]:
         """The units whose unshards come before that of ``u`` and which this rank did not reach."""
         if unit.state is UNSHARDING:  # it was prefetched
             order.note_reached(u)
-            skipped = []
+            unreached = []
             while (v := self._prefetched.popleft()) != u:
-                skipped.append(v)
-            return skipped
+                unreached.append(v)
+            return unreached
         if unit.state is SHARDED:
-            skipped = order.reach(u)
+            unreached = order.reach(u)
             if not order.deviated:
-                skipped = [*self._prefetched, *skipped]
+                unreached = [*self._prefetched, *unreached]
                 self._prefetched.clear()
-            return skipped
+            return unreached
         if u in self._unsharded_early:
             self._unsharded_early.remove(u)
             order.note_reached(u)
@@ -211,7 +211,7 @@ class Unsharder:
 
     # Units that this rank does not use, or does not use yet -----------------------------------
 
-    def _join_skipped(self, u: int, order: PassOrder) -> None:
+    def _join_unreached(self, u: int, order: PassOrder) -> None:
         """Take part in the unshard of a unit that this rank has not reached.
 
         The other ranks take part only once. Backward may reach the unit later on this rank, in

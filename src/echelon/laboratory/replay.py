@@ -13,12 +13,13 @@ import torch
 
 from echelon import checks
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
+from echelon.diagnosis.failure_record import is_disagreement, is_of_another
 from echelon.errors import (
     ArgumentError,
     BlackboxCorrupt,
     BlackboxError,
     CheckpointCorrupt,
-    CommError,
+    DeadlockError,
     ReplayMismatch,
     StateError,
 )
@@ -75,7 +76,8 @@ class Replay:
 
     @property
     def _same_errors(self) -> bool:
-        return _causes(_texts(self.errors)) == _causes(self.recorded)
+        now = _texts(self.errors)
+        return bool(now) == bool(self.recorded) and _causes(now) == _causes(self.recorded)
 
     def __str__(self) -> str:
         before = self.step - self.first_step
@@ -94,10 +96,11 @@ class Replay:
             lines = [f"rank {self.first_failed} {_raised(text)}"]
         if self._same_errors:
             return [*lines, "as in the run" if self.recorded else "as far as the run has told"]
-        now, then = _causes(_texts(self.errors)), _causes(self.recorded)
-        for rank in sorted({*now, *then}):
+        now, then = _texts(self.errors), self.recorded
+        causes = {*_causes(now), *_causes(then)}
+        for rank in sorted(causes or {*now, *then}):
             if now.get(rank) != then.get(rank):
-                lines.append(f"in the run, rank {rank} {_raised(then.get(rank))}")
+                lines.append(f"in the run, rank {rank} {_raised(self.recorded.get(rank))}")
         return lines
 
     def _note_lines(self) -> list[str]:
@@ -283,9 +286,15 @@ def _texts(errors: Mapping[int, BaseException]) -> dict[int, tuple[str, str]]:
 
 
 def _causes(texts: Mapping[int, tuple[str, str]]) -> dict[int, tuple[str, str]]:
-    """Errors that do not tell of another rank."""
-    kinds = {CommError.__name__, *(kind.__name__ for kind in CommError.__subclasses__())}
-    return {rank: text for rank, text in texts.items() if text[0] not in kinds}
+    """Errors that tell of more than a rank that has not come, which each world tells in its way.
+
+    The text of a disagreement counts the calls from the start of the program, so its class counts.
+    """
+    return {
+        rank: (name, "" if is_disagreement(name) else text)
+        for rank, (name, text) in texts.items()
+        if not is_of_another(name) and name != DeadlockError.__name__
+    }
 
 
 def _raised(text: tuple[str, str] | None) -> str:

@@ -253,7 +253,7 @@ def _receive(process: BaseProcess, pipe: Connection) -> tuple[Any] | BaseExcepti
         if not pipe.poll():  # the process has ended, and another one has its pipe
             raise EOFError
         record, payload, text = function_pickle.loads(pipe.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # OSError: it ended while it sent its result
         process.join(time_limits.EXIT_S)
         if process.exitcode is None:
             return WorldError(

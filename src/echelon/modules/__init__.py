@@ -4,6 +4,7 @@
 ``wrapper``            the base of wrappers, which keep the names of the plain module
 ``memory_writes``      what operators of torch write into
 ``memory_overlap``     parameters that share memory without being one parameter
+``held_memory``        whether somebody else refers to memory that a wrapper is about to write over
 ``parameters``         ignored parameters, which wrapper reduces a parameter, what may change
 ``model_agreement``    checks that all ranks hold the same model, which can be replicated
 ``data_watch``         whether ranks train on the same rows, or have different numbers of batches
@@ -17,6 +18,7 @@
 ``sharded_views``      copies and views of parts, and what is given to ``.data``
 ``sharded_reductions`` sums, means and comparisons of parts, which are those of the whole
 ``sharded_norms``      norms of parts, and of the gradients of stages
+``stage_gradients``    gradients of the stages of one rank of a pipeline, and numbers of them
 ``sharded_joins``      parts end to end, as in a vector of all parameters
 ``kept_gradients``     what may be done with gradients that are not reduced yet
 ``sharded_rules``      the table of what functions of torch do with parts

@@ -16,9 +16,12 @@ nothing that trains imports ``judge``.
 ``data_parallel``         what UNSHARD, RESHARD and REDUCE do to a stage in ``DDP`` or ``FSDP``
 ``chunk_spec``            which tensors are cut into microbatches
 ``microbatch``            splits a batch into microbatches
+``step_specs``            what the ranks know of the values of a step before it begins
 ``boundary``              values between two stages: any nesting, as a spec and tensors
 ``packed_message``        small tensors packed into one message
 ``link``                  sends and receives across one boundary
+``ordered_link``          the same where order alone says what a message is, as over NCCL
+``stage_links``           the links of the stages of a rank, of the kind that its group has
 ``send_completion``       which sends are complete when a message arrives
 ``shared_parameters``     tied weights of several stages, and their gradients
 ``stage_initialization``  first values of stages on the meta device

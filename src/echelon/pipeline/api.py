@@ -27,7 +27,6 @@ from echelon.pipeline.data_parallel import ReduceEvery, StageCollectives
 from echelon.pipeline.execute import Executor
 from echelon.pipeline.measure import Measurement
 from echelon.pipeline.microbatch import Batch, BatchSplitter, Loss
-from echelon.pipeline.ordered_link import links_of
 from echelon.pipeline.pipeline_view import pipeline_view
 from echelon.pipeline.returned_values import (
     LastStage,
@@ -41,6 +40,7 @@ from echelon.pipeline.schedules.passes import forwards_only, lower_once
 from echelon.pipeline.shared_parameters import check_memory_of_stages, find_shared_parameters
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.stage_initialization import initialize
+from echelon.pipeline.stage_links import links_of
 from echelon.pipeline.staged_module import StagedModule
 from echelon.pipeline.step_specs import StepKinds
 from echelon.train.gradient_norm import norm_over_stages

@@ -373,8 +373,9 @@ class Executor:
     def _take_output_grads(self, slot: _Slot) -> list[Tensor | None]:
         if slot.is_last:
             i = slot.microbatch
+            weight = self._batch.weights[i]  # 0: the loss may be NaN, and its gradients, too
             # The gradient of the weighted loss, without a multiplication in the graph.
-            return [torch.full_like(self._batch.losses[i], self._batch.weights[i])]
+            return [torch.full_like(self._batch.losses[i], weight) if weight else None]
         values = slot.values
         values.output_specs = None
         if values.bwd_recv is None:

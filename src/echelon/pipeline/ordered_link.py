@@ -20,7 +20,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.comm.group import Group
 from echelon.comm.streams import device_of
 from echelon.comm.torch_function import without_torch_function
 from echelon.comm.work import Work
@@ -32,9 +31,7 @@ from echelon.pipeline.link import (
     MessageKind,
     PendingSend,
     RecvBuffers,
-    TaggedLink,
 )
-from echelon.pipeline.schedules.dataflow import OUTPUT, crossings
 from echelon.pipeline.step_specs import StepSpecs
 
 
@@ -162,21 +159,3 @@ class OrderedBackward:
         self._buffers.wait()
         grads = iter(self._buffers.take_tensors())
         return [None if is_unused else next(grads) for is_unused in self._unused]
-
-
-def links_of(
-    placement: Sequence[int], group: Group, num_microbatches: int
-) -> tuple[dict[int, Link], dict[int, Link]]:
-    """The links of this rank's stages to the previous and to the next stage, by stage."""
-    to_previous: dict[int, Link] = {}
-    to_next: dict[int, Link] = {}
-    kind = TaggedLink if group.has_tags else OrderedLink
-    for stage, left, right in crossings(placement):
-        if group.rank not in (left, right):
-            continue
-        link = kind(group, left + right - group.rank, stage, num_microbatches)
-        if group.rank == left:
-            to_next[stage] = link
-        else:
-            to_previous[OUTPUT.target(stage)] = link
-    return to_previous, to_next

@@ -9,10 +9,12 @@
 ``packing``        documents of tokens in sequences of one length
 ``worker_seed``    the seed that a loader draws for its workers
 ``gathering``      the values of all samples of a batch, in the order of the data
+``gathered_rows``  the rows of all ranks in one tensor, through which gradients flow back
 ``shared_data``    a data set that one rank of each host builds
 ``mapped_values``  nested values whose arrays lie in one memory
 ``scaling``        loss scaling for float16, with the same scale on all ranks
 ``gradient_norm``  the norm of all gradients of a model, and clipping by it
+``ema``            the exponential moving average of a model that is trained by any technique
 ``finite``         the check that no loss and no gradient has NaN or Inf
 ``stopping``       signals that end all ranks after the same step
 """

@@ -234,3 +234,14 @@ def test_a_rank_may_ask_for_as_long_as_it_likes_while_ranks_communicate() -> Non
         return steps
 
     assert min(ec.run(main, 2, timeout=0.3)) > 1
+
+
+def test_who_waits_with_a_timeout_of_its_own_gets_it_when_a_rank_returns() -> None:
+    def main(world: ec.World) -> str:
+        if world.rank == 1:
+            return "returned"
+        with pytest.raises(CommTimeout):
+            world.group.irecv(torch.zeros(1), 1, tag=7).wait(timeout=0.2)
+        return "went on"
+
+    assert ec.run(main, 2) == ["went on", "returned"]

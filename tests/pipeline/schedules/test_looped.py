@@ -1,9 +1,11 @@
 """Schedules on a loop have the memory and the bubble of their docstrings."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
 
+from echelon.errors import ArgumentError
 from echelon.pipeline import schedule, simulate
 from echelon.pipeline.schedules.looped import loop
 from tests.pipeline.schedules.formulas import close, first_group, sizes
@@ -60,6 +62,19 @@ def test_zb_of_k_1_has_its_memory_and_its_bubble(v) -> None:
         assert all(close(peak, min(Fraction(m), wanted)) for peak in found.peak)
         assert close(found.span_bubble, Fraction(p - 1, 3 * v * m + p - 1))
         assert close(found.own_bubble, Fraction(p - 1, 3 * v * m + p - 1))
+
+
+def test_zb_of_any_k_runs_in_its_memory_or_is_refused() -> None:
+    refused = []
+    for p, m, v, k in itertools.product(range(1, 6), range(1, 13), (1, 2, 3), (1, 2, 3, 4, 6)):
+        try:
+            found = simulate(schedule("zb", v * p, m, p, k=k))
+        except ArgumentError as error:
+            refused.append((v > 1, k > 2, "use k=2" in str(error)))
+        else:
+            wanted = Fraction((v - 1) * first_group(p, m) + k * (p - 1) + 1, v)
+            assert all(close(peak, min(Fraction(m), wanted)) for peak in found.peak)
+    assert set(refused) == {(True, True, True)}
 
 
 def test_zb_h1_and_zb_h2_are_zb_of_one_chunk() -> None:

@@ -177,8 +177,8 @@ class RankTable:
     ) -> None:
         """Return when ``ready()``: spin for a moment, then sleep until a bell rings.
 
-        ``missing`` returns the ranks (in the job) that this one waits for. If any rank fails, or a
-        missing one leaves or dies, raise ``RankFailed``, which names the call ``doing``. Spinning
+        ``missing`` returns the ranks (in the table) that this one waits for. If any rank fails, or
+        a missing one leaves or dies, raise ``RankFailed``, which names the call ``doing``. Spinning
         holds the GIL.
         """
         now = time.perf_counter

@@ -407,7 +407,11 @@ class ThreadWorld:
 
     def _needs(self, wait: RankWait, rank: int) -> bool:
         """Whether a wait can end only if the rank joins."""
-        return not isinstance(wait.pending, PendingCondition) and rank in wait.pending.absent
+        return (
+            not wait.has_own_timeout
+            and not isinstance(wait.pending, PendingCondition)
+            and rank in wait.pending.absent
+        )
 
     def _has_workers(self) -> bool:
         """Whether a rank has other threads that communicate, which may end or become idle."""

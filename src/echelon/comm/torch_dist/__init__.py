@@ -4,7 +4,7 @@
 starts an engine (``engines``) and wraps it in one of two kinds of group. ``group.PeerGroup`` uses
 an engine for tagged messages only (``peers``) and has its own ``algorithms``;
 ``native.NativeGroup`` uses the engine's collectives. ``signature_check`` compares calls; ``job``
-finds out who failed.
+finds out who failed; ``stall_watch`` ends calls that a device does not finish.
 
 Authentication: ``rendezvous.meet`` returns the ``comm.secret.Secret`` that all ranks share, and a
 store in which nobody else can write unnoticed. That store is either in memory of one user, or

@@ -13,6 +13,7 @@
 ``choose``        the best schedule for a size
 ``passes``        from computations to transfers, unshards and reductions
 ``render``        timelines as text, SVG and HTML
+``schedule_views``  what ``ec.show`` says about schedules, simulations, timelines and choices
 ``action_lists``  the actions of ranks in text that anybody wrote, and what is misplaced in them
 ``action_file``   the text of a file that may be anything
 ``waits``         who waits for whom in a circle, under a rule of sends and receives

@@ -8,9 +8,11 @@ is idle time over time, on equal stages with F = I = W, B = I + W and no delay o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.ir import (
     BACKWARD,
     FORWARD,
@@ -22,6 +24,7 @@ from echelon.pipeline.schedules.ir import (
     Schedule,
     schedule_of,
 )
+from echelon.pipeline.schedules.walk import walk
 
 Slot = tuple[int, int]  # the chunk on a rank, and the microbatch
 _Order = Callable[[int], Iterator[Item]]  # from a rank to its actions
@@ -143,7 +146,7 @@ def zero_bubble(
     """zb(v, k): backwards are split, and gradients of weights fill what would be idle.
 
     ZB-H1 is zb(1, 1), ZB-H2 is zb(1, 2). With g as in ``interleaved``, on every rank
-    memory: ((v-1)g + k(p-1) + 1)/v, for v = 1 at most m. Bubble for k = 1 and m >= p:
+    memory: ((v-1)g + k(p-1) + 1)/v, at most m. Bubble for k = 1 and m >= p:
     (p-1)/(3vm+p-1). For k = 2 and v = 1, m >= 2p-1, no rank idles between its own first and last
     action, but the span over all ranks has the bubble of k = 1: a rank ends as much earlier as it
     began. A larger k hides the delay of messages.
@@ -152,8 +155,12 @@ def zero_bubble(
         ranks: number of ranks.
         microbatches: number of microbatches.
         chunks: stages per rank.
-        k: how many more forwards a rank runs ahead than the rank behind it.
+        k: how many more forwards a rank runs ahead than the rank behind it. With several chunks
+            more than 2 may be too many: a rank would wait for forwards of a later group.
         name: name of the schedule.
+
+    Raises:
+        ArgumentError: no rank could go on with this ``k``.
 
     Example:
         >>> print(zero_bubble(2, 3))
@@ -181,7 +188,17 @@ def zero_bubble(
         for slot in backwards[max(0, len(backwards) - late) :]:
             yield _place(WEIGHT, slot, r, ranks)
 
-    return _schedule(name, ranks, microbatches, chunks, order)
+    made = _schedule(name, ranks, microbatches, chunks, order)
+    if chunks > 1 and k > 2:
+        try:
+            deque(walk(made), maxlen=0)
+        except ScheduleError as error:
+            raise ArgumentError(
+                f"k={k} runs {ranks} ranks with {chunks} stages each so far ahead that, with "
+                f"{microbatches} microbatches, they wait for one another: use k=2, or one stage a "
+                "rank"
+            ) from error
+    return made
 
 
 def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
