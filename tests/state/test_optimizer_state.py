@@ -78,6 +78,13 @@ def test_names_of_other_ranks_are_refused_only_where_all_must_be_here() -> None:
     assert optimizer.state[flat]["momentum_buffer"].tolist() == [1, 1]
 
 
+def test_a_state_by_number_is_refused_with_the_call_that_takes_it() -> None:
+    flat, shards = flat_shards({"a": 4})
+    optimizer = torch.optim.SGD([flat], lr=0.1)
+    with pytest.raises(ArgumentError, match=r"by number \(0\).*optimizer\.load_state_dict"):
+        load_optimizer_state(optimizer, shards.by_param, optimizer.state_dict())
+
+
 def test_a_group_without_parameters_gets_the_saved_one_at_its_place() -> None:
     assert matches([{1}, {0}, []], 3) == [1, 0, 2]
     assert matches([{1}, []], 2) == [1, None]  # another group has that

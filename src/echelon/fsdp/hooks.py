@@ -171,12 +171,10 @@ class Hooks:
 
     def check_root(self) -> None:
         """Refuse a forward of the wrapped module itself: only the wrapper unshards the root."""
-        root = self.units[0]
-        if root.is_sharded:
-            self._check_inside(root)
+        self._check_inside(self.units[0])
 
     def _check_inside(self, unit: Unit) -> None:
-        if not (unit.is_unsharded or self.depth or in_backward()):
+        if unit.is_sharded and not (unit.is_unsharded or self.depth or in_backward()):
             raise StateError(
                 f"unit {unit.label!r} is sharded, and was called outside of the model's forward: "
                 "call the wrapped model itself, or do it inside `with model.full_parameters():`, "

@@ -322,8 +322,13 @@ class Unit:
         address = tensor.data_ptr()
         for storage in self.storages:
             if storage.sharded and storage.contains(address):
+                of = next(
+                    member.name
+                    for member, param in zip(storage.members, storage.unsharded, strict=True)
+                    if 0 <= address - param.data_ptr() < param.nbytes
+                )
                 raise StateError(
-                    f"unit {self.label!r} returned a view of its own parameters, "
-                    f"{list(tensor.shape)}, whose memory is given back after its forward: return "
-                    "a clone(), or make no unit of that module, so that the one around it owns it"
+                    f"unit {self.label!r} returned a view of its own parameter {of!r}, whose "
+                    "memory is given back after its forward: return a clone(), or make no unit of "
+                    "that module, so that the one around it owns it"
                 )

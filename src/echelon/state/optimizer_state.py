@@ -348,6 +348,12 @@ def _fitting_groups(
     known = {name for members in names for name in members}
     groups: list[Mapping[str, Any]] = list(state_dict["param_groups"])
     saved = {name for group in groups for name in group["params"]}
+    if numbers := [name for name in saved if not isinstance(name, str)]:
+        raise ArgumentError(
+            f"the optimizer state has parameters by number ({numbers[0]!r}), as "
+            "optimizer.state_dict() gives it: load it by optimizer.load_state_dict(state), into an "
+            "optimizer with the same parameters in the same order"
+        )
     missing = sorted(known - saved)
     unknown = sorted((saved | state_dict["state"].keys()) - known)
     if missing or unknown:
