@@ -286,8 +286,9 @@ def wait_for_members(
 
 def wait_for_keys(store: c10d.Store, keys: list[str], seconds: float | None = None) -> None:
     """Return when a store has all keys; the rank hands on its turn meanwhile."""
-    short = ", ".join(repr(key.rpartition("/")[2]) for key in keys)
-    label = short if len(short) < 200 else f"{len(keys)} keys"
+    missing = [key for key in keys if not store.check([key])]
+    short = ", ".join(repr(key.rpartition("/")[2]) for key in missing)
+    label = short if len(short) < 200 else f"{len(missing)} keys"
     try:
         _await(CallSignature("store.wait", label=label), lambda: store.check(keys), seconds)
     except CommTimeout as error:

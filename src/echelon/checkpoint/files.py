@@ -124,13 +124,26 @@ def make_folder(path: Path) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    """The committed steps in a folder, oldest first; none where there is no folder."""
+    """The committed steps in a folder, oldest first; none where there is no folder.
+
+    Saves leave no empty folder, but copies of a run that were interrupted may.
+    """
     try:
         entries = _entries(root)
     except FileNotFoundError:
         return []
-    numbers = (step_of(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
-    return sorted(number for number in numbers if number is not None)
+    folders = (entry for entry in entries if entry.is_dir(follow_symlinks=False))
+    numbers = ((step_of(folder.name), folder.path) for folder in folders)
+    return sorted(number for number, path in numbers if number is not None and not _is_empty(path))
+
+
+def _is_empty(folder: str) -> bool:
+    """Whether nothing is in a folder, or it is gone; who reads it is told why he cannot."""
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -112,7 +112,7 @@ class OrderedExecutor:
         if self._error is not None:
             raise self._stopped(call, self._error)
         if self._closed:
-            raise StateError(f"{call} was issued after its world was closed")
+            raise _closed(call)
         if not call.blocking or self._num_open or not self._running.acquire(False):
             return self._enqueue(call, partial(action, *args))
         try:
@@ -176,7 +176,7 @@ class OrderedExecutor:
         work = OrderedWork(call, self, action)
         with self._changed:
             if self._closed:
-                raise StateError(f"{call} was issued after its world was closed")
+                raise _closed(call)
             self._num_open += 1
             self._queue.append(work)
             if self._worker is None:
@@ -213,3 +213,7 @@ class OrderedExecutor:
             del work  # else its tensors would live until the next one
             with self._changed:
                 self._num_open -= 1
+
+
+def _closed(call: CollectiveCall) -> StateError:
+    return StateError(f"{call} was issued after its world was closed, or its group destroyed")
