@@ -222,8 +222,7 @@ class Reducer:
         """Expect one gradient of every parameter."""
         self._trainable.compare(at_once=True)
         self._replicas.compare_if_written(at_once=True)
-        if self._kept_differ.is_yes():
-            raise kept_differ()
+        self._check_kept()
         backward.num_contributors = self._group.size
         if self.rounds is not None:
             backward.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
@@ -413,6 +412,11 @@ class Reducer:
             self._group.broadcast(backward.reduced_before[i], source, label=_SHARES)
             backward.reduced_before[i].mul_(1 - sent)
 
+    def _check_kept(self) -> None:
+        """Refuse what would follow a reduction of which some ranks read the notices only now."""
+        if self._kept_differ.is_yes():
+            raise kept_differ()
+
     @property
     def _looks_late(self) -> bool:
         return self._reading_waits and not self._has_no_sync
@@ -472,6 +476,7 @@ class Reducer:
         assert self.rounds is not None
         self._discard_aborted()
         self._trainable.compare(at_once=True, has_batch=False)
+        self._check_kept()
         self._rebuild_buckets()
         num_contributors = len(self.rounds.active)
         backward = BackwardRecord(lambda: None, synced=True, num_contributors=num_contributors)
