@@ -1,5 +1,6 @@
 """Ranks as processes: what cannot be sent to them or from them is refused or told by its text."""
 
+import errno
 import fcntl
 import os
 import resource
@@ -16,6 +17,7 @@ import torch
 
 import echelon as ec
 from echelon.errors import ArgumentError, RankFailed, SharedMemoryError, WorldError
+from echelon.launch import processes
 from echelon.process import time_limits
 from tests.children import environ
 
@@ -47,6 +49,18 @@ def is_killed_while_it_sends_its_result(world: ec.World) -> str:
 def test_a_rank_that_is_killed_while_it_sends_its_result_is_named() -> None:
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
         ec.run(is_killed_while_it_sends_its_result, 2, "processes")
+
+
+def test_nothing_is_left_where_ranks_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptors(ranks: int) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(processes, "create_segments", no_descriptors)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="too many open files"):
+            ec.run(returns_what_cannot_travel, 2, "processes")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def returns_what_cannot_travel(world: ec.World) -> object:

@@ -14,6 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -37,7 +38,7 @@ from echelon.diagnosis.stuck_ranks import (
     sign_of,
     stuck_rank_error,
 )
-from echelon.errors import ArgumentError, CommError, EchelonError, RankFailed, WorldError
+from echelon.errors import ArgumentError, CommError, RankFailed, WorldError
 from echelon.launch import function_pickle
 from echelon.launch.program import threads_per_rank
 from echelon.launch.rank_function import call
@@ -90,25 +91,30 @@ def run_processes(
         Exception: the first failure of a rank, with a note that names the rank.
     """
     _refuse_import()
-    recorder = FlightRecorder.create(ranks)
-    store_path, store = create_store_memory()  # for torch.distributed, if the ranks use it
-    try:
-        job = _job_bytes(fn, args, timeout, enter, recorder.path, store_path)
-        segments = create_segments(ranks)
-    except EchelonError:
-        recorder.close()
-        os.close(store)
-        raise
     context = multiprocessing.get_context("forkserver")
-    tokens = (segments[0].token, segments[1].token)
     children: list[BaseProcess] = []
     pipes: list[Connection] = []
     lifelines: list[Connection] = []  # nothing is ever sent; that we hold them is the message
-    try:
+    with ExitStack() as stack:
+        recorder = FlightRecorder.create(ranks)
+        stack.callback(recorder.close)
+        store_path, store = create_store_memory()  # for torch.distributed, if the ranks use it
+        stack.callback(os.close, store)
+        job = _job_bytes(fn, args, timeout, enter, recorder.path, store_path)
+        segments = create_segments(ranks)
+        tokens = (segments[0].token, segments[1].token)
+        for segment in segments:
+            stack.callback(segment.unpublish)
+        del segments, segment  # or the traceback of a failure would keep the memory
+        stack.callback(_close, pipes)
+        stack.callback(_close, lifelines)
+        stack.callback(_end, children)
         start_fork_server()
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
             lifeline, held = context.Pipe(duplex=False)
+            lifelines.append(held)
+            pipes.append(receiver)
             process = context.Process(
                 target=_child,
                 args=(rank, ranks, tokens, job, sender, lifeline),
@@ -118,19 +124,13 @@ def run_processes(
                 process.start()
             sender.close()
             lifeline.close()
-            lifelines.append(held)
             children.append(process)
-            pipes.append(receiver)
         return _collect(children, pipes, recorder, timeout)
-    finally:
-        _end(children)
-        recorder.close()
-        os.close(store)
-        for pipe in (*pipes, *lifelines):
-            pipe.close()
-        for segment in segments:
-            segment.unpublish()
-        del segments, segment  # or the traceback of a failure would keep the memory
+
+
+def _close(pipes: Sequence[Connection]) -> None:
+    for pipe in pipes:
+        pipe.close()
 
 
 def _job_bytes(
