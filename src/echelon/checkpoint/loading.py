@@ -188,7 +188,7 @@ class _Loading:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank reads."""
+        """Bytes of the values that this rank gets; for checksums it also reads a share of the files."""
         items = [*self._plan.in_place, *self._plan.new]
         return sum(item.values.nbytes for item in items)
 

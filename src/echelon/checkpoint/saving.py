@@ -217,6 +217,7 @@ class Saving:
         Raises:
             CheckpointError: a rank could not write, or rank 0 could not commit; nothing was
                 committed unless the message says so.
+            CommError: another rank failed meanwhile; ``ec.steps`` tells what was committed.
         """
         coordinator = self._coordinator
         with events.span(

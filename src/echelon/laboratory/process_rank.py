@@ -29,7 +29,7 @@ from _pytest.fixtures import FuncFixtureInfo
 from echelon.comm.threads.process_state import restore_in_process, state_for_process
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StateError, UnsupportedError
-from echelon.laboratory.rank_outcomes import EndKind, RankEnd, RankExited, leave_out_echelon
+from echelon.laboratory.rank_outcomes import EndKind, RankExited, RankOutcome, leave_out_echelon
 from echelon.launch import function_pickle
 from echelon.launch.rank_output import rank_prefix
 from echelon.launch.written_rows import MarkedRows
@@ -146,11 +146,11 @@ class ProcessRank:
             except BaseException as error:
                 leave_out_echelon(error, self.path)
                 report = test.report or _report(error, self.path)
-                _write_end(files.end, config, RankEnd.of_error(error, self.path), report)
+                _write_end(files.end, config, RankOutcome.of_error(error, self.path), report)
                 if isinstance(error, SystemExit):
                     raise RankExited(world.rank, error.code) from error
                 raise
-        _write_end(files.end, config, RankEnd(EndKind.FINISHED), None)
+        _write_end(files.end, config, RankOutcome(EndKind.FINISHED), None)
         return None if test.result is None else type(test.result).__name__
 
     def _configure(self, files: FilesOfRank) -> pytest.Config:
@@ -293,7 +293,7 @@ def _report(error: BaseException, path: Path) -> pytest.TestReport | None:
 
 
 def _write_end(
-    path: Path, config: pytest.Config, end: RankEnd, report: pytest.TestReport | None
+    path: Path, config: pytest.Config, end: RankOutcome, report: pytest.TestReport | None
 ) -> None:
     """Leave how this rank ended, whole or not at all."""
     data = report and config.hook.pytest_report_to_serializable(config=config, report=report)

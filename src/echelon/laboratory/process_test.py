@@ -14,7 +14,7 @@ import pytest
 
 from echelon.errors import ArgumentError
 from echelon.laboratory.process_rank import FilesOfRank, ProcessRank, SentValues, StartOfRank
-from echelon.laboratory.rank_outcomes import EndKind, RankEnd, RankOutcomes
+from echelon.laboratory.rank_outcomes import EndKind, RankOutcome, RankOutcomes
 from echelon.launch import function_pickle
 from echelon.process.operating_system import require_linux
 
@@ -165,11 +165,11 @@ def _collect(item: pytest.Item, files: FilesOfRank, rank: int, outcomes: RankOut
         outcomes.ends[rank] = _read_end(item, files.end)
 
 
-def _read_end(item: pytest.Item, path: Path) -> RankEnd:
+def _read_end(item: pytest.Item, path: Path) -> RankOutcome:
     """How a rank ended, with the failure as its own pytest shows it."""
     end = json.loads(path.read_text())
     report = end.pop("report")
     if report is not None:
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=report)
     kind, shown = EndKind[end.pop("kind")], report and report.longrepr
-    return RankEnd(kind, **end, shown=shown)
+    return RankOutcome(kind, **end, shown=shown)

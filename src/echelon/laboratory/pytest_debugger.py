@@ -11,7 +11,7 @@ from _pytest.config import create_terminal_writer
 from echelon.laboratory.debugger_host import DebuggerHost
 from echelon.laboratory.rank_commands import EndedRanks, RankCommands
 from echelon.laboratory.rank_frames import RankView, stack_of_traceback
-from echelon.laboratory.rank_outcomes import RankEnd, RankOutcomes
+from echelon.laboratory.rank_outcomes import RankOutcome, RankOutcomes
 from echelon.laboratory.rank_streams import unrouted
 
 
@@ -71,7 +71,7 @@ class PytestHost(DebuggerHost):
         writer.sep(">", f"{what} ({capturing})" if is_capturing else what)
 
 
-def _view(rank: int, end: RankEnd) -> RankView:
+def _view(rank: int, end: RankOutcome) -> RankView:
     trace = None if end.error is None else end.error.__traceback__
     return RankView(rank, stack_of_traceback(trace), end.what)
 

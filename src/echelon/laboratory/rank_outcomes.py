@@ -68,7 +68,7 @@ class _EndLine(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class RankEnd:
+class RankOutcome:
     """How one rank ended.
 
     Attributes:
@@ -88,7 +88,7 @@ class RankEnd:
     shown: Any = None
 
     @classmethod
-    def of_error(cls, error: BaseException, test_path: Path) -> RankEnd:
+    def of_error(cls, error: BaseException, test_path: Path) -> RankOutcome:
         """The end of a rank that raised."""
         kind = EndKind.FAILED
         if isinstance(error, _ENDINGS):
@@ -137,7 +137,7 @@ class RankOutcomes:
 
     def __init__(self, size: int, path: Path) -> None:
         self.size, self.path = size, path
-        self.ends: dict[int, RankEnd] = {}
+        self.ends: dict[int, RankOutcome] = {}
         self.threads: dict[int, threading.Thread] = {}
         self.has_started = False
         self.primary: int | None = None
@@ -145,12 +145,12 @@ class RankOutcomes:
 
     def finish(self, rank: int) -> None:
         """Record that a rank came to the end of the test."""
-        self.ends.setdefault(rank, RankEnd(EndKind.FINISHED))
+        self.ends.setdefault(rank, RankOutcome(EndKind.FINISHED))
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record what a rank of this process raised."""
         # One that was told to end is known as stuck.
-        self.ends.setdefault(rank, RankEnd.of_error(error, self.path))
+        self.ends.setdefault(rank, RankOutcome.of_error(error, self.path))
 
     def end_others(self) -> None:
         """After a failure: record where the other ranks are, and tell those that run to end."""
@@ -161,7 +161,7 @@ class RankOutcomes:
                 if frame := frames.get(thread.ident or 0):
                     place = _place(traceback.extract_stack(frame), self.path)
                 tell_to_end(thread)  # or it would slow down all tests that follow
-            self.ends[rank] = RankEnd(EndKind.STUCK, place=place)
+            self.ends[rank] = RankOutcome(EndKind.STUCK, place=place)
 
     def choose(self, error: BaseException, rank: int | None = None) -> BaseException:
         """The error that the test fails with. See [Note: whose failure].
