@@ -188,7 +188,7 @@ class _Loading:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values that this rank gets; for checksums it also reads a share of the files."""
+        """Bytes of the values that this rank gets; checksums make it read a share of all."""
         items = [*self._plan.in_place, *self._plan.new]
         return sum(item.values.nbytes for item in items)
 
