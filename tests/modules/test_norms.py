@@ -29,6 +29,15 @@ def test_a_local_norm_is_that_of_one_vector_in_the_widest_dtype(order: float) ->
     torch.testing.assert_close(norm, torch.linalg.vector_norm(vector, order))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_norms_of_narrow_gradients_are_rounded_once(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    narrow = [torch.randn(n, dtype=kind) for n in (300, 500, 200)]
+    whole = torch.cat([gradient.double() for gradient in narrow])
+    norm = local_norm(narrow, 2.0, dtype=torch.float64)
+    torch.testing.assert_close(norm, whole.norm(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_gradients_have_norm_0(order: float) -> None:
     assert torch.equal(

@@ -10,7 +10,7 @@ float32 number may be too large or too small for float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +57,8 @@ def local_norm(
     """The norm of the gradients of this rank, none of them empty; a scalar, 0 without any.
 
     Gradients are combined in the given order. The result has the widest of their dtypes and the
-    device of the first of them where ``dtype`` and ``device`` are None.
+    device of the first of them where ``dtype`` and ``device`` are None. With a ``dtype`` the norms
+    of gradients of 16 bits are not rounded to these.
     """
     gradients = list(gradients)
     if not gradients:
@@ -65,7 +66,7 @@ def local_norm(
     norm_of = {
         id(gradient): norm
         for kind in by_kind(gradients)
-        for gradient, norm in zip(kind, torch._foreach_norm(kind, order), strict=True)
+        for gradient, norm in zip(kind, _norms(kind, order, dtype is not None), strict=True)
     }
     norms = [norm_of[id(gradient)] for gradient in gradients]
     widest = norms[0].dtype
@@ -76,6 +77,12 @@ def local_norm(
     parts = parts.to(device, widest if dtype is None else dtype)
     total: Tensor = torch.linalg.vector_norm(parts, order)
     return total
+
+
+def _norms(gradients: list[Tensor], order: float, wide: bool) -> Sequence[Tensor]:
+    """The norms of gradients of one dtype; ``wide``: in float32 at least."""
+    is_narrow = wide and gradients[0].dtype in (torch.bfloat16, torch.float16)
+    return torch._foreach_norm(gradients, order, torch.float32 if is_narrow else None)
 
 
 def norms_over_ranks(
