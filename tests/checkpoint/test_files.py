@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import echelon as ec
-from echelon.errors import CheckpointCorrupt, CheckpointNotFound
+from echelon.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 
 
 def test_folders_without_a_manifest_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
@@ -30,3 +30,9 @@ def test_an_empty_folder_that_an_interrupted_copy_has_left_is_no_step(tmp_path: 
     assert ec.steps(tmp_path) == [3, 10]
     with pytest.raises(CheckpointCorrupt):
         ec.load(tmp_path)
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to("scratch")
+    with pytest.raises(CheckpointError, match="it is a link to 'scratch', which is not there"):
+        ec.save(tmp_path / "run", step=1, value=1)

@@ -387,6 +387,7 @@ MUTANTS = [
         Mutant(train, CauseKind.CLIPPING, "2.bias", "0.05", options={"clip": 0.05})
         for train in (clipped_by_shards, clipped_before_the_mean)
     ),
+    Mutant(clipped_before_the_mean, CauseKind.CLIPPING, "2.bias", "0.05"),
     Mutant(clipped_on_one_rank, CauseKind.CLIPPED_BY_SOME, "2.bias", "norm 0.05"),
     Mutant(without_zero_grad, CauseKind.NOT_ZEROED, "2.bias", "of the step before"),
     Mutant(stale_buffer, CauseKind.STALE, "count", "since step 0", model=Averaging),

@@ -91,9 +91,11 @@ def test_uneven_rows_and_clipping_on_one_side_are_both_told(
     size: int, ranks_clip: bool, clip: float | None
 ) -> None:
     kinds = [CauseKind.MEAN_OF_MEANS] if size == 10 else []
-    kinds += [CauseKind.CLIPPING] if ranks_clip != (clip is not None) else []
+    kinds += [CauseKind.CLIPPED_OTHERWISE] if ranks_clip != (clip is not None) else []
     train = clipped_rightly if ranks_clip else correct
-    mutant = Mutant(train, CauseKind.CLIPPING, "", "", batches=lambda: rows_of_numbers(size))
+    mutant = Mutant(
+        train, CauseKind.CLIPPED_OTHERWISE, "", "", batches=lambda: rows_of_numbers(size)
+    )
     result = mutant.compare(clip=clip)
     assert [cause.kind for cause in result.causes] == kinds
     assert result.same == (not kinds)

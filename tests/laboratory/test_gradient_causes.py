@@ -123,9 +123,9 @@ BEFORE = torch.tensor([1.0, 0.0, 2.0, 0.0, -1.0], dtype=torch.float64)
 @pytest.mark.parametrize(
     ("observed", "clip", "kinds"),
     [
-        (MEANS * 0.3, None, [CauseKind.MEAN_OF_MEANS, CauseKind.CLIPPING]),
+        (MEANS * 0.3, None, [CauseKind.MEAN_OF_MEANS, CauseKind.CLIPPED_OTHERWISE]),
         (MEANS * 2, None, [CauseKind.MEAN_OF_MEANS, CauseKind.SUMMED]),
-        (MEANS / 4, None, [CauseKind.MEAN_OF_MEANS, CauseKind.CLIPPING]),
+        (MEANS / 4, None, [CauseKind.MEAN_OF_MEANS, CauseKind.CLIPPED_OTHERWISE]),
         (MEANS + BEFORE, None, [CauseKind.MEAN_OF_MEANS, CauseKind.NOT_ZEROED]),
         (MEANS * clip_scale(float(MEANS.norm()), 0.5), 0.5, [CauseKind.MEAN_OF_MEANS]),
         (MEANS * 0.3, 0.5, []),

@@ -21,6 +21,7 @@ ranks that write 128 MiB each took a third longer (docs/design/checkpoint.md has
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import shutil
@@ -116,6 +117,9 @@ def make_folder(path: Path) -> None:
     """Make a folder and those above it, and sync them to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     for folder in reversed(missing):
+        if folder.is_symlink():
+            sentence = f"it is a link to {os.readlink(folder)!r}, which is not there"
+            raise FileNotFoundError(errno.ENOENT, sentence, str(folder))
         os.makedirs(folder, exist_ok=True)  # another rank may make it, too
         sync_folder(folder.parent)
 

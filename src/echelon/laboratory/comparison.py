@@ -37,6 +37,7 @@ class CauseKind(Enum):
     RANDOM_STREAM = "random streams are alike"
     BATCH_NORM = "a statistic of the batch was computed over a part of it"
     CLIPPING = "gradients were clipped by the norm of a part"
+    CLIPPED_OTHERWISE = "the ranks and one process clip gradients to other norms"
     CLIPPED_BY_SOME = "some ranks clipped their gradients, and others did not"
     NOT_ZEROED = "gradients of the step before were kept"
     STALE = "a value was not brought up to date"

@@ -201,10 +201,13 @@ class GradientEvidence:
         return parts
 
     def _clipped_apart(self) -> Gradients | None:
-        if self._clip is None or not self.is_known:
+        if not self.is_known:
             return None
-        scales = [clip_scale(norm, self._clip) / len(self.local) for norm in self.local_norms()]
-        return _combined(self.local, scales)
+        norms, clip = self.local_norms(), self._clip
+        if clip is None and not all(norms):
+            return None
+        scales = [1 / (norm + 1e-6) if clip is None else clip_scale(norm, clip) for norm in norms]
+        return _combined(self.local, [scale / len(norms) for scale in scales])
 
     def local_norms(self) -> tuple[float, ...]:
         """The norm of the gradient that each share's own backwards gave."""
@@ -218,6 +221,11 @@ class GradientEvidence:
         """The same of the mean of means; empty if that is not known."""
         means = self.mean_of_means
         return () if means is None else _norms_by_rank(means, ranks)
+
+    def apart_part_norms(self, ranks: Sequence[StepValues]) -> tuple[float, ...]:
+        """The same of what the ranks' own gradients give that are clipped one by one."""
+        apart = self._clipped_apart()
+        return () if apart is None else _norms_by_rank(apart, ranks)
 
     def mean_norm(self) -> float | None:
         """The norm of the mean of means; None if that is not known."""

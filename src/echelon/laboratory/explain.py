@@ -93,6 +93,7 @@ def _gradient_causes(differing: Differing, trainings: Trainings, step: int) -> t
         mean_norm=evidence.mean_norm(),
         part_norms=evidence.part_norms(ranks),
         mean_part_norms=evidence.mean_part_norms(ranks),
+        apart_part_norms=evidence.apart_part_norms(ranks),
         local_norms=evidence.local_norms(),
         observed_norms=observed_norms(ranks),
     )

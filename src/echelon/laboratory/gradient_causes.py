@@ -59,7 +59,8 @@ class GradientParts:
         local: what the rank's own backwards gave; None if that is not known.
         total: the sum of ``local`` over ranks; None if that is not known.
         mean_of_means: the mean over forwards of the gradient of the loss of each.
-        clipped_apart: the mean of ``local``, each clipped by its own norm.
+        clipped_apart: the mean of ``local``, each clipped by its own norm; of norm 1 each where
+            ``StepFacts.clip`` is None.
         before: what the optimizer got in the step before; None in the first.
     """
 
@@ -93,6 +94,7 @@ class StepFacts:
         mean_norm: the norm of ``mean_of_means``; None if that is not known.
         part_norms: the norm of the whole gradient over each rank's ranges.
         mean_part_norms: the same of ``mean_of_means``; empty if that is not known.
+        apart_part_norms: the same of ``clipped_apart``; empty if that is not known.
         local_norms: the norm of each rank's own gradient.
         observed_norms: the norm of what each rank's optimizer got.
     """
@@ -109,6 +111,7 @@ class StepFacts:
     mean_norm: float | None = None
     part_norms: tuple[float, ...] = ()
     mean_part_norms: tuple[float, ...] = ()
+    apart_part_norms: tuple[float, ...] = ()
     local_norms: tuple[float, ...] = ()
     observed_norms: tuple[float, ...] = ()
 
@@ -364,18 +367,26 @@ def _clipped(
         return _clipping(limit, facts.local_norms, "gradient")
     scales = [proportion([part.observed], [part.whole]) for part in parts]
     norms = [facts.part_norms[part.rank] for part in parts]
-    if any(scale.error > facts.close for scale in scales) or not norms:
-        return None
+    is_known = bool(norms) and all(scale.error <= facts.close for scale in scales)
     if limit is None:
         factors = [scale.factor for scale in scales]
         observed_norms = [facts.observed_norms[part.rank] for part in parts]
         # A gradient of one element is a multiple of any other; that of all says more.
-        if factors[0] < 1 and all(
-            isclose(factor, factors[0], rel_tol=10 * facts.close)
-            and isclose(of_rank, factor * norm, rel_tol=1e-3)
-            for factor, of_rank, norm in zip(factors, observed_norms, norms, strict=True)
+        if (
+            is_known
+            and factors[0] < 1
+            and all(
+                isclose(factor, factors[0], rel_tol=10 * facts.close)
+                and isclose(of_rank, factor * norm, rel_tol=1e-3)
+                for factor, of_rank, norm in zip(factors, observed_norms, norms, strict=True)
+            )
         ):
             return _clipped_only_there(factors[0], facts)
+        if own := _clipped_to_one_norm(parts, observed, facts):
+            return own
+    if not is_known:
+        return None
+    if limit is None:
         limit = max(facts.observed_norms)
         if sum(norm > limit * (1 + facts.close) for norm in set(facts.part_norms)) < 2:
             return None  # a single scaled part tells no limit
@@ -388,6 +399,26 @@ def _clipped(
     ):
         return None
     return _clipping(limit, facts.part_norms, "part of the gradient")
+
+
+def _clipped_to_one_norm(
+    parts: Sequence[GradientParts], observed: Sequence[Tensor], facts: StepFacts
+) -> Cause | None:
+    """Gradients of ranks that all clipped their own, to a norm that follows from the mean."""
+    apart = [part.clipped_apart for part in parts if part.clipped_apart is not None]
+    if len(apart) < len(parts) or not facts.apart_part_norms:
+        return None
+    limit, error = proportion(observed, apart)
+    norms = [facts.apart_part_norms[part.rank] for part in parts]
+    observed_norms = [facts.observed_norms[part.rank] for part in parts]
+    if error > facts.close or not 0 < limit <= min(facts.local_norms):
+        return None
+    if not all(
+        isclose(of_rank, limit * norm, rel_tol=1e-3)
+        for of_rank, norm in zip(observed_norms, norms, strict=True)
+    ):
+        return None
+    return _clipping(limit, facts.local_norms, "gradient")
 
 
 def _clipped_by_some(
@@ -431,7 +462,7 @@ def _not_clipped(
     if not equal(observed, [part.whole for part in parts], facts.close):
         return None
     return Cause(
-        kind=CauseKind.CLIPPING,
+        kind=CauseKind.CLIPPED_OTHERWISE,
         text=f"the ranks kept the norm {norm:.4g}, and clip={limit:.4g} clips that of one process",
         advice=f"Call ec.clip_grad_norm_(model, {limit:.4g}) on all ranks before step(), or "
         "compare without clip",
@@ -444,7 +475,7 @@ def _clipped_only_there(factor: float, facts: StepFacts) -> Cause | None:
         return None
     limit = factor * facts.whole_norm
     return Cause(
-        kind=CauseKind.CLIPPING,
+        kind=CauseKind.CLIPPED_OTHERWISE,
         text=f"all gradients are {factor:.4g} times those of one process, so that their norm is "
         f"{limit:.4g} instead of {facts.whole_norm:.4g}",
         advice=f"If the ranks clip to this norm, compare with clip={limit:.4g}",
