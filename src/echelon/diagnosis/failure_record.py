@@ -373,8 +373,8 @@ def _is_of_group(error: BaseException) -> bool:
 def _reason_of(error: BaseException, rank: int) -> Reason:
     if isinstance(error, CommTimeout):
         return Reason.TIMEOUT
-    reports_peer = is_of_another(type(error).__name__) or is_heard(error, rank)
-    return Reason.LOST if reports_peer else Reason.RAISED
+    reports_peer = isinstance(error, CommError) and is_of_another(type(error).__name__)
+    return Reason.LOST if reports_peer or is_heard(error, rank) else Reason.RAISED
 
 
 def _place(error: BaseException) -> str:

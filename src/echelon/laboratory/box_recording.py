@@ -35,7 +35,7 @@ from echelon.checkpoint.saving import SaveOptions, Saving
 from echelon.comm.group import Group
 from echelon.comm.world import World
 from echelon.diagnosis.failure_record import is_of_another
-from echelon.errors import CheckpointError, StateError
+from echelon.errors import CheckpointError, CommError, StateError
 from echelon.errors.message_text import message_of
 from echelon.laboratory import box_folder
 from echelon.laboratory.box_folder import StretchFolder
@@ -284,7 +284,7 @@ class BoxRecording:
         record = {"type": type(error).__name__, "text": message_of(error)[:4000]}
         self._append(RecordKind.ERROR, record, "error")
         self._release()
-        if is_of_another(type(error).__name__):
+        if isinstance(error, CommError) and is_of_another(type(error).__name__):
             return None  # it says so itself
         return f"replay it: {how_to_replay(self._folder, self._step, self._facts)}"
 
