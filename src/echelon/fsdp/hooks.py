@@ -174,7 +174,7 @@ class Hooks:
         self._check_inside(self.units[0])
 
     def _check_inside(self, unit: Unit) -> None:
-        if unit.is_sharded and not (unit.is_unsharded or self.depth or in_backward()):
+        if not (unit.is_unsharded or self.depth or in_backward()) and unit.is_sharded:
             raise StateError(
                 f"unit {unit.label!r} is sharded, and was called outside of the model's forward: "
                 "call the wrapped model itself, or do it inside `with model.full_parameters():`, "
