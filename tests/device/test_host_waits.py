@@ -17,7 +17,7 @@ LATE = "modules/parameters.py:is_yes"  # an answer of the step before
 FSDP = {LATE: 1}
 # The gathers of the step before have read the host's memory; and gradients, once for each unit.
 OFFLOADED = {LATE: 1, "fsdp/local_shard.py:wait_for_unshards": 1, "fsdp/gradients.py:finish": 4}
-DDP = {LATE: 3}
+DDP = {LATE: 4}
 
 
 @pytest.mark.parametrize(

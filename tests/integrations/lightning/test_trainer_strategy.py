@@ -90,6 +90,7 @@ def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path) -> None:
         "remote": "UnsupportedError: memory://a.ckpt",
         "manual": "UnsupportedError: automatic_optimization=False",
         "averaging": "UnsupportedError: StochasticWeightAveraging copies the model",
+        "pruning": "UnsupportedError: ModelPruning ranks the elements of whole parameters",
         "argument": "ArgumentError: hyper_parameters.root is a pathlib.PosixPath",
         "finetuning": "UnsupportedError: BaseFinetuning compares parameters by their values",
         "devices": "ArgumentError: devices is 3, and 2 ranks were started",

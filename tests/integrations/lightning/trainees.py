@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
@@ -305,6 +306,9 @@ def refusals(folder: str) -> dict[str, str]:
         "averaging": refusal(
             lambda: trainer_of("echelon_fsdp", max_steps=2, callbacks=averaging).fit(
                 LitNet(), batches(4))),
+        "pruning": refusal(
+            lambda: trainer_of("echelon_fsdp", max_steps=2, callbacks=[ModelPruning(
+                "l1_unstructured", amount=0.5)]).fit(LitNet(), batches(4))),
         "argument": refusal(
             lambda: trainer_of("echelon_ddp", max_steps=2, callbacks=[ModelCheckpoint(folder)]).fit(
                 LitPath(Path(folder)), batches(4))),

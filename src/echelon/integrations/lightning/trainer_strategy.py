@@ -17,6 +17,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -140,6 +141,11 @@ class EchelonStrategy(LaunchedRanks, ParallelStrategy):
                 raise UnsupportedError(
                     f"{type(callback).__name__} copies the model before it is sharded: use "
                     "'echelon_ddp', or average shards with AveragedModel(trainer.strategy.model)"
+                )
+            if isinstance(callback, ModelPruning):
+                raise UnsupportedError(
+                    "ModelPruning ranks the elements of whole parameters, of which each rank has a "
+                    "part between steps: use 'echelon_ddp'"
                 )
         if self._is_finetuned:
             raise UnsupportedError(
