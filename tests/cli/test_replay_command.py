@@ -138,9 +138,11 @@ def test_one_rank_the_debugger_another_batch_and_the_list(job: tuple[Path, list[
 def test_a_rank_that_was_killed_is_replayed_to_the_end_of_its_step(tmp_path: Path) -> None:
     start(tmp_path, "kill")
     code, output = call(tmp_path, how="kill")
-    assert code == 0
+    assert code == 1  # nobody kills it again
     assert "step 4 of " in output
     assert "no rank failed" in output
+    assert "in the run, rank 0 raised RankFailed: rank 1 died" in output
+    assert "noted numbers have the bits of the run" in output
     assert len(losses(output.splitlines(), 4)) == 2
 
 

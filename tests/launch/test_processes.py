@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import os
 import resource
 import signal
@@ -56,11 +57,12 @@ def test_nothing_is_left_where_ranks_cannot_be_started(monkeypatch: pytest.Monke
         raise OSError(errno.EMFILE, "too many open files")
 
     monkeypatch.setattr(processes, "create_segments", no_descriptors)
+    gc.collect()  # what earlier tests have left open counts as theirs
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(OSError, match="too many open files"):
             ec.run(returns_what_cannot_travel, 2, "processes")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def returns_what_cannot_travel(world: ec.World) -> object:

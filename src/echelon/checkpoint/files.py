@@ -137,17 +137,17 @@ def steps(root: Path) -> list[int]:
     except FileNotFoundError:
         return []
     folders = (entry for entry in entries if entry.is_dir(follow_symlinks=False))
-    numbers = ((step_of(folder.name), folder.path) for folder in folders)
+    numbers = ((step_of(folder.name), Path(folder.path)) for folder in folders)
     return sorted(number for number, path in numbers if number is not None and not _is_empty(path))
 
 
-def _is_empty(folder: str) -> bool:
-    """Whether nothing is in a folder, or it is gone; who reads it is told why he cannot."""
+def _is_empty(folder: Path) -> bool:
+    """Whether nothing is in a folder, or another job has removed it meanwhile."""
     try:
-        with os.scandir(folder) as entries:
+        with naming(folder), os.scandir(folder) as entries:
             return next(entries, None) is None
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
+    except FileNotFoundError:
+        return True
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -82,8 +82,8 @@ class FSDP(ShardedModule):
         forward_prefetch: how many units of forward are unsharded before they are needed, while the
             ones before compute. 0: none, which hides no unshard and takes the memory of one unit
             less in an evaluation; a backward with ``PRE`` takes as much as 1.
-        limit_all_gathers: at most two units are unsharded before they are needed, whatever
-            ``forward_prefetch`` is.
+        limit_all_gathers: at most two units of forward are unsharded before they are needed,
+            whatever ``forward_prefetch`` is.
         use_orig_params: whether ``parameters()`` gives the parameters of the model. False: one
             flat parameter, 1D, for each unit and combination of dtypes and ``requires_grad``, named
             ``blocks.0.flat_0``, in the root ``flat_0``; it is this rank's shard. Fewer tensors for

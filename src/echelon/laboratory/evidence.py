@@ -8,6 +8,7 @@ stream and the gradient of its output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -175,8 +176,7 @@ class GradientEvidence:
             before: the parts that they had in the step before.
         """
         full = expected.flat.reshape(expected.shape)
-        total = _combined(self.local, [1.0] * len(self.local)) if self.is_known else None
-        apart = self._clipped_apart()
+        total, apart = self._total, self._clipped_apart
         parts = []
         for rank, piece in pieces:
             local = self.local[self._share_of[rank]] if self.is_known else None
@@ -200,6 +200,11 @@ class GradientEvidence:
             )
         return parts
 
+    @cached_property
+    def _total(self) -> Gradients | None:
+        return _combined(self.local, [1.0] * len(self.local)) if self.is_known else None
+
+    @cached_property
     def _clipped_apart(self) -> Gradients | None:
         if not self.is_known:
             return None
@@ -224,7 +229,7 @@ class GradientEvidence:
 
     def apart_part_norms(self, ranks: Sequence[StepValues]) -> tuple[float, ...]:
         """The same of what the ranks' own gradients give that are clipped one by one."""
-        apart = self._clipped_apart()
+        apart = self._clipped_apart
         return () if apart is None else _norms_by_rank(apart, ranks)
 
     def mean_norm(self) -> float | None:
