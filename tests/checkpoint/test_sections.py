@@ -13,6 +13,7 @@ from echelon.checkpoint import sections
 from echelon.checkpoint.items import CheckpointItems
 from echelon.checkpoint.tensors import digest_of
 from echelon.comm.world import World
+from echelon.errors import StateError
 from tests.pipeline.models import mse
 
 
@@ -83,3 +84,41 @@ def test_what_two_ranks_take_for_their_own_alone_is_no_copy() -> None:
     first, second = model.per_rank_digests(0), model.per_rank_digests(1)
     assert first.keys() == second.keys() == {"model/weight", "model/bias"}
     assert all(first[name] != second[name] for name in first)
+
+
+@pytest.mark.parametrize(
+    ("groups_of_1", "rate_of_1", "sentence"),
+    [
+        (
+            [["weight", "bias"]],
+            0.1,
+            r"'optimizer' of the ranks have different numbers of groups, \{0: 2, 1: 1\} by rank",
+        ),
+        (
+            [["bias"], ["weight"]],
+            0.1,
+            "parameter 'model/bias' is in groups 0 and 1 of the optimizers 'optimizer'",
+        ),
+        (
+            [["weight"], ["bias"]],
+            0.2,
+            "group 0 of the optimizers 'optimizer' has other options on rank 1 than on rank 0",
+        ),
+    ],
+    ids=["number", "members", "options"],
+)
+def test_optimizers_whose_groups_differ_between_ranks_are_refused(
+    groups_of_1: list[list[str]], rate_of_1: float, sentence: str, tmp_path: Path
+) -> None:
+    def main(world: World) -> None:
+        model = ec.DDP(nn.Linear(3, 2), world.group)
+        params = dict(model.module.named_parameters())
+        groups, rate = (groups_of_1, rate_of_1) if world.rank else ([["weight"], ["bias"]], 0.1)
+        optimizer = torch.optim.SGD(
+            [{"params": [params[name] for name in names]} for names in groups], lr=rate
+        )
+        ec.save(tmp_path, step=1, model=model, optimizer=optimizer)
+
+    with pytest.raises(StateError, match=sentence):
+        ec.run(main, 2, "threads")
+    assert ec.steps(tmp_path) == []

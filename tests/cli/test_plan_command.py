@@ -140,6 +140,15 @@ def test_every_plan_is_looked_at_only_for_those_that_do_not_fit(
     assert call(LLAMA, "--cluster", "8 H100", "--global-batch", 16, *form)[0] == 0
 
 
+def test_a_plan_is_explained_by_its_number() -> None:
+    arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16)
+    first, second = json.loads(call(*arguments, "--json", "--best", 2)[1])["plans"]
+    assert first["step_s"] < second["step_s"]
+    for number, plan in ((1, first), (2, second)):
+        _, output = call(*arguments, "--explain", number)
+        assert output.startswith(f"plan {number}: {plan['plan']}")
+
+
 def test_a_plan_is_explained_with_the_options_of_ec_plan() -> None:
     arguments = (LLAMA, "--cluster", "8 H100", "--global-batch", 16, "--explain", 1)
     _, output = call(*arguments, "--fix", "shard=8", "--fix", "tp=1")

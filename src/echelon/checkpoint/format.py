@@ -278,12 +278,11 @@ def _decoded(content: Json, schema: int) -> Manifest:
 
 
 def _tensor(name: str, content: Json) -> SavedTensor:
+    shown = brief(name)
     if not is_tensor_name(name):
-        raise Inconsistent(f"a tensor is named {brief(name)}, which cannot be a name")
-    members = _members(content, f"tensor {brief(name)}", _TENSOR_MEMBERS)
-    arrays = {
-        key: _list(members[key], f"{key} of {brief(name)}") for key in ("shape", "ties", "pieces")
-    }
+        raise Inconsistent(f"a tensor is named {shown}, which cannot be a name")
+    members = _members(content, f"tensor {shown}", _TENSOR_MEMBERS)
+    arrays = {key: _list(members[key], f"{key} of {shown}") for key in ("shape", "ties", "pieces")}
     return SavedTensor(
         name=name,
         dtype=members["dtype"],

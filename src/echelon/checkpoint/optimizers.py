@@ -124,8 +124,8 @@ def _saved(
         return facts, None
     dtype = dtype_name(value.dtype)
     if per_element:
-        values = replace(renamed(shard, name, key), values=value.detach())
-        return {_PER_ELEMENT: dtype}, values
+        names = _state_names(shard, name, key)
+        return {_PER_ELEMENT: dtype}, replace(shard, names=names, values=value.detach())
     if not value.dim():
         return {_NUMBER: [dtype, encode(value.item(), where)[0]]}, None
     # A tensor of another shape, such as the row means of Adafactor.
@@ -147,7 +147,11 @@ def state_name(name: str, param: str, key: str) -> str:
 
 def renamed(shard: TensorShard, name: str, key: str) -> TensorShard:
     """A range of a parameter under the names that its state has in the checkpoint."""
-    return shard.renamed(lambda param: state_name(name, param, key))
+    return replace(shard, names=_state_names(shard, name, key))
+
+
+def _state_names(shard: TensorShard, name: str, key: str) -> tuple[str, ...]:
+    return tuple(state_name(name, param, key) for param in shard.names)
 
 
 def _saved_options(name: str, i: int, group: Mapping[str, Any]) -> Json:

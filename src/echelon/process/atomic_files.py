@@ -31,6 +31,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import final
 
 from echelon.process.file_lock import lock_file
 from echelon.process.operating_system import c_function
@@ -174,15 +175,22 @@ def _refuse_special(path: Path) -> None:
         )
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
+@final
+class naming:
     """Add the path to an error; calls that take a descriptor do not know it."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
+
+    # Not a generator: a checkpoint enters it for each piece that it reads.
+    __slots__ = ("_path",)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self._path)
 
 
 def system_error_behind(error: BaseException) -> OSError | None:

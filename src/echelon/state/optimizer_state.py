@@ -58,29 +58,26 @@ class StateEntry(NamedTuple):
 def entries_of(optimizer: Optimizer, shards: ShardsByParam) -> Iterator[StateEntry]:
     """The states of all ranges, in the order of the groups."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = [(param, optimizer.state[param]) for param in params if param in optimizer.state]
+    states = [
+        (param, local_shard(param).shape, optimizer.state[param])
+        for param in params
+        if param in optimizer.state
+    ]
     numbers = number_keys(
-        (tuple(local_shard(param).shape), key, value)
-        for param, state in states
-        for key, value in state.items()
+        (tuple(shape), key, value) for _, shape, state in states for key, value in state.items()
     )
-    for param, state in states:
+    for param, shape, state in states:
         ranges = shards.get(param, ())
+        # A state is shaped like its parameter, or like the one range that this rank has of it.
+        shapes = {shape, *(shard.values.shape for shard in ranges if len(ranges) == 1)}
         for key, value in state.items() if ranges else ():
             value = local_shard(value) if is_part(value) else value
-            per_element = _has_shape_of(param, ranges, value) and (
-                bool(local_shard(param).dim()) or key not in numbers
+            per_element = (
+                isinstance(value, Tensor)
+                and value.shape in shapes
+                and (bool(shape) or key not in numbers)
             )
             yield from _split(param, ranges, key, value, per_element=per_element)
-
-
-def _has_shape_of(param: nn.Parameter, ranges: Sequence[TensorShard], value: Any) -> bool:
-    """Whether a state has the shape of its parameter, or of the one range that this rank has."""
-    shapes = [
-        local_shard(param).shape,
-        *(shard.values.shape for shard in ranges if len(ranges) == 1),
-    ]
-    return isinstance(value, Tensor) and value.shape in shapes
 
 
 def _split(
