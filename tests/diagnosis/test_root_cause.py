@@ -44,6 +44,15 @@ def test_a_rank_that_came_too_late_learns_who_gave_up() -> None:
     assert "rank 1 gave up after it had waited 3.0 s for this rank" in str(error)
 
 
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
+    report = FailureRecord.of_call(call(0, REDUCE), late=True, missing=[1], seconds=3.0)
+    gone = FailureRecord(rank=1, reason=Reason.LEFT)
+    error, final = peer_failure(report, {1: gone}, (0, 1))
+    assert isinstance(error, RankFailed)
+    assert (error.failed_rank, error.cause) == (1, "closed its world and left")
+    assert final
+
+
 def test_calls_of_one_position_are_compared() -> None:
     report = FailureRecord.of_call(call(0, REDUCE), late=True, missing=[1], seconds=3.0)
     other = FailureRecord.of_call(call(1, GATHER), late=False, missing=[0], seconds=0.1)
