@@ -228,7 +228,8 @@ def _first_failure(tests: Sequence[str], tree: Path) -> str:
             return "time"
     if process.returncode == 0:
         return ""
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    # The id of a test may have spaces.
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
     return failed[0] if failed else f"pytest ended with {process.returncode}"
 
 

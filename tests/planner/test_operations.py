@@ -28,6 +28,20 @@ def test_ranks_that_share_a_block_share_its_operations(axis: str) -> None:
         assert half.attention_flops == pytest.approx(one.attention_flops / 2)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_bytes_that_a_block_moves_are_those_of_a_hand_calculation(
+    sequence_parallel: bool, gated: bool
+) -> None:
+    stack = replace(STACK, attention=Attention.FUSED)
+    layout = Layout(tp=4, sequence_parallel=sequence_parallel)
+    work = block_work(replace(MODEL, gated=gated), layout, stack)
+    residual = 10 * 2 * 2048 * 1024 / (4 if sequence_parallel else 1)  # 10 passes, 2 bytes
+    inner = 2 * 2 * 2048 * 4096 / 4 * (1.5 if gated else 1)
+    assert work.forward.moved == pytest.approx(residual + inner)
+    assert work.backward.moved == pytest.approx(1.6 * (residual + inner))
+
+
 def test_experts_compute_for_the_tokens_that_are_sent_to_them() -> None:
     mixture = replace(MODEL, experts=8, active_experts=2)
     dense, sparse = (block_work(model, Layout(), STACK).forward for model in (MODEL, mixture))
