@@ -17,8 +17,7 @@ SRC = ROOT / "src" / "echelon"
 CODE = ("src", "tests", "benchmarks", "examples", "scripts")
 PAGES = sorted(
     [
-        # slowest_tests.md is a measurement, with the names of its day.
-        *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "slowest_tests.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     ]
 )

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = sorted(
-    page
-    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    if page.name != "slowest_tests.md"
-)
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 SHELL = ("sh", "bash", "console")
 _COMMAND = re.compile(r"^(\$ |(echelon|make|mpirun|pip|pytest|python|srun|torchrun) )", re.M)
 _BLOCK = re.compile(

@@ -38,6 +38,7 @@ Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 # By function of torch. ``sharded_rules`` fills it; a function that is not in it is refused.
 RULES: dict[Callable[..., Any], Rule] = {}
 KEPT_RULES: dict[Callable[..., Any], Rule] = {}  # of ``KeptGradient``
+_gradient: Any = Tensor.grad  # the attribute of every tensor
 _MAX_ALIASES = 8  # that are remembered before those that nobody has any more are dropped
 
 
@@ -288,6 +289,24 @@ def memory_of_gradient(gradient: Tensor) -> list[Tensor]:
 
 class ShardedParameter(_SaysItIsAPart, nn.Parameter):
     """A parameter while it is shown as this rank's part of it."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As for any tensor; zero_grad() reads and drops each, so these two ask for no rule."""
+        with DisableTorchFunctionSubclass():
+            return cast("Tensor | None", _gradient.__get__(self))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            _gradient.__set__(self, value)
+            return
+        with DisableTorchFunctionSubclass():
+            _gradient.__set__(self, None)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
