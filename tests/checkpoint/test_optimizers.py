@@ -178,6 +178,63 @@ def test_states_that_are_dealt_out_among_ranks_are_refused(tmp_path: Path) -> No
         ec.run(dealt_out, 2, args=(tmp_path,))
 
 
+# Of a pipeline with a rank that has nothing to train ------------------------------------------
+
+
+def frozen_below() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    model[:2].requires_grad_(False)
+    return model
+
+
+def in_stages(world: ec.World, text: str, cost: list[int]) -> tuple[Any, torch.optim.Optimizer]:
+    """With an optimizer that has a state of every parameter as soon as it is made."""
+    stages = ec.pipeline.split(frozen_below(), 2, cost=cost)
+    plan = ec.Plan.parse(text, microbatches=2)
+    pipe = ec.parallelize(stages, plan, world, loss_fn=nn.functional.mse_loss)
+    return pipe, torch.optim.Adagrad(p for p in pipe.parameters() if p.requires_grad)
+
+
+def saved_and_loaded(world: ec.World, text: str, save: Any, folder: Path) -> Any:
+    pipe, optimizer = in_stages(world, text, [1, 1, 1, 1])
+    pipe.step(torch.ones(4, 3), target=torch.zeros(4, 3))
+    optimizer.step()
+    save(folder, step=1, model=pipe, optimizer=optimizer)
+    expected = pipe.optimizer_state_dict(optimizer)
+    for cost in ([1, 1, 1, 1], [1, 1, 1, 3]):  # with nothing to train on a rank, and without
+        pipe, optimizer = in_stages(world, text, cost)
+        ec.load(folder, model=pipe, optimizer=optimizer)
+        check_equal(pipe.optimizer_state_dict(optimizer), expected)
+        pipe.load_optimizer_state_dict(optimizer, expected)
+    return expected["state"]
+
+
+def saved_in_the_background(*args: Any, **items: Any) -> None:
+    ec.async_save(*args, **items).wait()
+
+
+@pytest.mark.parametrize(
+    ("text", "save"),
+    [
+        ("pp=2", ec.save),
+        ("pp=2", saved_in_the_background),
+        ("pp=2,dp=2", ec.save),
+        ("pp=2,shard=2", ec.save),
+    ],
+)
+def test_a_rank_with_nothing_to_train_saves_and_loads_no_state_of_it(
+    text: str, save: Any, tmp_path: Path
+) -> None:
+    ranks = ec.Plan.parse(text, microbatches=2).num_ranks
+    expected, *_ = ec.run(saved_and_loaded, ranks, args=(text, save, tmp_path))
+    model = frozen_below()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.Adagrad(trained.values())
+    ec.load(tmp_path, model=model, optimizer=optimizer)  # is strict: nothing else is in the files
+    check_equal({name: optimizer.state[param] for name, param in trained.items()}, expected)
+
+
 # Into another optimizer, and another dtype ----------------------------------------------------
 
 

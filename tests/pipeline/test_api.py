@@ -87,6 +87,53 @@ def leaves_targets_out(world: World) -> None:
         same_grads(pipe, model)
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0).double())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * mse(output, target)
+
+
+def losses_are_modules(world: World) -> None:
+    """With a buffer, or with a parameter that is frozen; they are in no state."""
+    x, y = batch(8)
+    for loss_fn, target in (
+        (nn.CrossEntropyLoss(weight=y[0].abs()), torch.arange(8) % 2),
+        (nn.BCEWithLogitsLoss(pos_weight=y[0].abs()), y.sigmoid()),
+        (Scaled().requires_grad_(False), y),
+    ):
+        stages = build("plain", world.size)
+        model = whole(stages)
+        pipe = pipeline(world, stages, microbatches=1, loss_fn=loss_fn)
+        loss = loss_fn(model(x), target)
+        loss.backward()
+        found = pipe.step(x, target=target, loss_everywhere=True)
+        torch.testing.assert_close(found, loss.detach())
+        same_grads(pipe, model)
+        pipe.load_state_dict(model.state_dict())
+        assert pipe.whole_state_dict().keys() == model.state_dict().keys()
+
+
+def trains_only_where_there_are_targets(world: World) -> None:
+    """The loss of the other microbatches depends on nothing."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return mse(output, target) if target.any() else torch.tensor(0.0)
+
+    x, y = batch(8)
+    y[2:6] = 0
+    stages = build("plain", world.size)
+    model = whole(stages)
+    (sum(loss_fn(model(x[i : i + 2]), y[i : i + 2]) for i in range(0, 8, 2)) / 4).backward()
+    pipe = pipeline(world, stages, loss_fn=loss_fn)
+    pipe.step(x, target=y)
+    same_grads(pipe, model)
+
+
 def evaluates(world: World) -> None:
     """Any number of rows, between steps, without a trace."""
     stages = build("nested", world.size)
@@ -285,6 +332,8 @@ CHECKS = (
     accumulates,
     weights_of_the_user,
     leaves_targets_out,
+    losses_are_modules,
+    trains_only_where_there_are_targets,
     evaluates,
     recomputes,
     ties,
@@ -400,3 +449,17 @@ def test_a_schedule_without_a_backward_evaluates_and_does_not_train() -> None:
     first, last = ec.run(main, 2)
     assert first is None
     assert last is not None
+
+
+def test_parameters_beside_the_stages_that_would_not_be_trained_are_refused() -> None:
+    def main(world: World) -> None:
+        with pytest.raises(ec.ArgumentError, match=r"^loss_fn is a Scaled with param"):
+            pipeline(world, build("plain", 2), loss_fn=Scaled())
+        pipe = pipeline(world, build("plain", 2))
+        for value in (nn.Linear(2, 2), nn.Parameter(torch.ones(2))):
+            with pytest.raises(ec.ArgumentError, match="make them parameters of the last stage"):
+                pipe.extra = value
+        pipe.extra = nn.BatchNorm1d(2, affine=False)
+        pipe.load_state_dict(pipe.state_dict())
+
+    ec.run(main, 2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.errors import StageError
+from echelon.errors import ArgumentError, StageError
 from echelon.launch.run import enter, entered
 from tests.pipeline.models import CLOSE, Alive, Counted, batch, build, each, mse, pipeline
 from tests.worlds import KINDS, NCCL_RULES, run_world
@@ -153,6 +153,27 @@ def test_a_loss_that_is_not_one_number_is_named(loss: Any) -> None:
 
     with pytest.raises(StageError, match=r"1F0: loss_fn gave .*must give a tensor with one number"):
         ec.run(main, 2)
+
+
+def trains_nothing(world: World, stages: list[nn.Module], loss_fn: Callable[..., Tensor]) -> None:
+    pipe = pipeline(world, stages, loss_fn=loss_fn)
+    x, y = batch(8)
+    pipe.eval_step(x, target=y)
+    pipe.step(x, target=y)
+    pipe.eval_step(x, target=y)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, NCCL_RULES])
+def test_a_loss_that_trains_nothing_is_refused_like_the_backward_of_one_process(kind: str) -> None:
+    detached = [*build("plain", 1), nn.Sequential(Gives(Tensor.detach))]
+    frozen = [stage.requires_grad_(False) for stage in build("plain", 2)]
+    for stages, loss_fn in ((build("plain", 2), mse_of_values), (detached, mse), (frozen, mse)):
+        with pytest.raises(ArgumentError, match="the loss depends on nothing that requires a grad"):
+            run_world(kind, trains_nothing, 2, (stages, loss_fn))
+
+
+def mse_of_values(output: Tensor, target: Tensor) -> Tensor:
+    return mse(output.detach(), target)
 
 
 def test_an_error_of_a_stage_lists_its_last_20_actions() -> None:

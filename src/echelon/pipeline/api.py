@@ -62,7 +62,8 @@ class Pipeline(StagedModule):
         group: the ranks that share the stages.
         microbatches: into how many parts ``step`` splits a batch.
         schedule: a name for ``ec.pipeline.schedule``, or a schedule.
-        loss_fn: called with the output of the last stage and the target of a microbatch.
+        loss_fn: called with the output of the last stage and the target of a microbatch. A module
+            is no part of the model: its buffers are neither moved nor saved.
         loss_reduction: ``"mean"`` if ``loss_fn`` returns a mean over rows, so that each microbatch
             counts by its share of them, or ``"sum"``.
         recompute: whether stages keep their inputs only, and run again in backward.
@@ -226,7 +227,7 @@ class Pipeline(StagedModule):
 
         Raises:
             ArgumentError: on every rank, if one rank cannot use its arguments, or if the schedule
-                has no backward.
+                has no backward; on the rank of the last stage, if the loss trains nothing.
             StageError: a stage or the loss raised.
         """
         self._check_not_failed()

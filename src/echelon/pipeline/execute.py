@@ -33,7 +33,7 @@ from torch import Tensor
 from echelon import events
 from echelon.diagnosis import rank_time
 from echelon.diagnosis.step_rows import Activity
-from echelon.errors import CommError, ModelMismatch, StageError, WorldError
+from echelon.errors import ArgumentError, CommError, ModelMismatch, StageError, WorldError
 from echelon.pipeline.boundary import BoundaryValue, TensorSpec
 from echelon.pipeline.link import Link, Received
 from echelon.pipeline.microbatch import Batch
@@ -216,6 +216,13 @@ class Executor:
                     self._run_timed(action, run)
                 else:
                     self._run_action(action, run)
+            if batch.training and batch.losses and not batch.has_graph:
+                raise ArgumentError(
+                    "the loss depends on nothing that requires a gradient, in any microbatch, so "
+                    "step() would train nothing: loss_fn or a stage takes its values out of the "
+                    "graph (by detach(), item() or torch.no_grad()), or all parameters are frozen. "
+                    "Let it depend on them, or use eval_step(), which trains nothing"
+                )
             # Some sends are not known to be complete by any message that was received.
             self._wait_for_sends()
             # Other ranks may still read sharded parameters, which the optimizer may write next.
@@ -292,7 +299,8 @@ class Executor:
             else:
                 loss = stage.loss(i, value, kwargs, partial(batch.loss, i))
                 weight = batch.weights[i]  # the mean of a loss over no targets is NaN
-                batch.losses[i] = loss * weight if weight else torch.zeros_like(loss)
+                batch.losses[i] = loss.detach() * weight if weight else torch.zeros_like(loss)
+                batch.has_graph |= loss.requires_grad
         num_alive = sum(stage.num_alive for stage in self._stages.values())
         self.peak_num_alive = max(self.peak_num_alive, num_alive)
 

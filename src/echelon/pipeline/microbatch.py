@@ -166,6 +166,8 @@ class Batch:
         loss_fn: None if there is no loss.
         specs: what is known of the values between stages before the step.
         losses: the weighted losses, on the rank of the last stage.
+        has_graph: whether any of them depends on what requires a gradient; one of a microbatch
+            without targets may not.
         outputs: the outputs of the last stage, if there is no loss.
     """
 
@@ -176,6 +178,7 @@ class Batch:
     loss_fn: Loss | None
     specs: StepSpecs
     losses: dict[int, Tensor] = field(default_factory=dict)
+    has_graph: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property

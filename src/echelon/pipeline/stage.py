@@ -92,14 +92,14 @@ class Stage:
         kwargs: Mapping[str, Any],
         loss_fn: Callable[[Any], Tensor],
     ) -> Tensor:
-        """Run the last module and the loss, which is returned without its graph."""
+        """Run the last module and the loss."""
         inputs = _leaves(value)
         loss = loss_fn(self._call(value, kwargs))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ArgumentError(f"loss_fn gave {loss!r:.80}; it must give a tensor with one number")
         if loss.requires_grad:
             self._forwards[microbatch] = _ForwardCache(inputs, [get_gradient_edge(loss)])
-        return loss.detach()
+        return loss
 
     def _call(self, value: Any, kwargs: Mapping[str, Any]) -> Any:
         args = value if isinstance(value, tuple) else (value,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import methodcaller
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.checks import flag, instance, mapping
 from echelon.comm.group import Group
-from echelon.errors import StateError
+from echelon.errors import ArgumentError, StateError
 from echelon.modules.compiled import keep_plain_names
 from echelon.modules.optimizer_trial import Cut
 from echelon.modules.parameters import ModuleSnapshot
@@ -33,7 +34,7 @@ from echelon.pipeline.stage_state import (
     stage_parameters,
 )
 from echelon.state.optimizer_state import check_params, load_optimizer_state
-from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
+from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState, ShardsByParam
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -70,6 +71,25 @@ class StagedModule(nn.Module, HasShards):
         names = [self._name_of(key) for key in super().state_dict(keep_vars=True)]
         self._names_of_all = frozenset(chain.from_iterable(group.all_gather_object(names)))
 
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        """Keep a value; a module beside the stages, such as a loss, is no part of the model.
+
+        Raises:
+            ArgumentError: it has parameters to train, which belong to no stage.
+        """
+        if name == "stages":
+            super().__setattr__(name, value)
+            return
+        held = value.parameters() if isinstance(value, nn.Module) else (value,)
+        if any(isinstance(item, nn.Parameter) and item.requires_grad for item in held):
+            raise ArgumentError(
+                f"{name.removeprefix('_')} is a {type(value).__name__} with parameters to train, "
+                "and a Pipeline trains and saves those of its stages only: make them parameters of "
+                "the last stage, which gives them to the loss with its output, or freeze them by "
+                "requires_grad_(False)"
+            )
+        object.__setattr__(self, name, value)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -77,7 +97,7 @@ class StagedModule(nn.Module, HasShards):
 
         They have the names of the whole model; a parameter that several stages share has its first.
         A rank that has nothing to train has one more, ``nothing_to_train``, which has no elements
-        and never a gradient: no optimizer of torch takes an empty list.
+        and never a gradient: no optimizer of torch takes an empty list. It has no place in states.
         """
         if not recurse:
             return
@@ -88,7 +108,6 @@ class StagedModule(nn.Module, HasShards):
             yield start + self._first_names.get(name, name), param
         if self._group.size > 1 and not trains:
             if self._nothing_to_train is None:
-                # Not by setattr of a module, which would put it into state dicts.
                 placeholder = nn.Parameter(torch.empty(0, device=self._group.device))
                 object.__setattr__(self, "_nothing_to_train", placeholder)
             assert self._nothing_to_train is not None
@@ -195,11 +214,13 @@ class StagedModule(nn.Module, HasShards):
 
         Each rank that has a shared parameter holds it once, under all its names.
         """
-        return self._shards.holdings()
+        state = self._shards.holdings()
+        return replace(state, params={**state.params, **self._placeholder})
 
     def parameter_shards(self) -> tuple[ParameterShards, ...]:
         """The shards of the parameters of this rank's stages. Does not communicate."""
-        return tuple(stage_parameters(self._local_modules, self._first_names))
+        of_stages = stage_parameters(self._local_modules, self._first_names)
+        return (*of_stages, ParameterShards(by_param=self._placeholder))
 
     def shared_over(self) -> tuple[Group, ...]:
         """The ranks of the pipeline, and the groups over which stages are replicated or sharded."""
@@ -262,6 +283,11 @@ class StagedModule(nn.Module, HasShards):
         if not self._snapshot.is_current():
             self._snapshot.take(self)
         return self._snapshot.params
+
+    @property
+    def _placeholder(self) -> ShardsByParam:
+        """What an optimizer may have besides parameters of stages: it is no range of the model."""
+        return {} if self._nothing_to_train is None else {self._nothing_to_train: ()}
 
     @property
     def _local_modules(self) -> dict[int, nn.Module]:
