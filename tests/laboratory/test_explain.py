@@ -9,7 +9,15 @@ from torch.nn.functional import mse_loss
 from echelon.comm.world import World
 from echelon.laboratory.comparison import CauseKind, ValueKind
 from tests.laboratory.mutants import MUTANTS, Mutant, average, correct, my_rows
-from tests.laboratory.tasks import Optimizer, Rounding, mlp_with_dropout, rows_of_numbers, ten_rows
+from tests.laboratory.tasks import (
+    Optimizer,
+    Rounding,
+    mlp,
+    mlp_with_dropout,
+    rows_of_numbers,
+    sixteen_rows,
+    ten_rows,
+)
 
 
 def noisy(world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer) -> None:
@@ -233,3 +241,31 @@ def test_options_of_the_optimizer_that_one_process_does_not_have_are_named(
     assert result.first.kind is kind
     assert [cause.kind for cause in result.causes] == [CauseKind.OPTIONS]
     assert result.causes[0].text.startswith(text)
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_forward_that_no_backward_reaches_is_no_part_of_the_step(
+    ranks: int, with_graph: bool
+) -> None:
+    def train(world: World, model: nn.Module, batches: list[Any], optimizer: Optimizer) -> None:
+        def log(x: Any, y: Any) -> None:
+            with torch.set_grad_enabled(with_graph):
+                assert mse_loss(model.eval()(x), y).item() > 0
+            model.train()
+
+        torch.manual_seed(world.rank)
+        stepper = optimizer(model.parameters())
+        for x, y in batches:
+            log(my_rows(world, x), my_rows(world, y))
+            for rows in zip(my_rows(world, x).chunk(2), my_rows(world, y).chunk(2), strict=True):
+                mse_loss(model(rows[0]), rows[1]).backward()
+            average(world, model)
+            stepper.step()
+            stepper.zero_grad()
+
+    for make_model in (mlp, mlp_with_dropout):
+        mutant = Mutant(train, CauseKind.ACCUMULATION, "", "", make_model, sixteen_rows)
+        [cause] = mutant.compare(ranks=ranks).causes
+        assert cause.kind is CauseKind.ACCUMULATION
+        assert "each rank accumulates 2 of them" in cause.text

@@ -54,6 +54,12 @@ class RootCall:
     is_random: bool = False
     output_gradients: list[Tensor | None] = field(default_factory=list)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether backward reached an output, as far as these were recorded."""
+        gradients = self.output_gradients
+        return not gradients or any(gradient is not None for gradient in gradients)
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +185,7 @@ class ValueRecorder:
         self._note_model(last)
         steps = []
         for raw in self._steps[: self.num_steps]:
-            values = raw.values
+            values = _trained(raw.values)
             values.parameters.extend(finder.of_parameters(raw.parameters))
             values.buffers.extend(finder.of_buffers(raw.buffers))
             values.gradients.extend(finder.of_parameters(raw.gradients))
@@ -322,6 +328,22 @@ class ValueRecorder:
             raw.parameters[param] = _copy(param)
         for name, buffer in self._model.named_buffers():
             raw.buffers[name] = _copy(buffer)
+
+
+def _trained(values: StepValues) -> StepValues:
+    """The step without the forwards that backward did not reach, such as that of a metric.
+
+    A model that is checkpointed as a whole may give outputs without a graph, which backward builds
+    later: where no forward seems to train, all do.
+    """
+    trained = [number for number, root in enumerate(values.roots) if root.is_trained]
+    if not trained:
+        return values
+    outputs = {
+        name: [replace(o, root=trained.index(o.root)) for o in of_module if o.root in trained]
+        for name, of_module in values.outputs.items()
+    }
+    return replace(values, roots=[values.roots[number] for number in trained], outputs=outputs)
 
 
 # torch's hooks on optimizers are global: they are registered once, and ask for the recorder of the
