@@ -185,6 +185,54 @@ def test_an_attribute_of_the_module_is_set_and_deleted_in_the_module(wrapper: st
     ec.run(main, 2)
 
 
+REGISTRATIONS: list[tuple[Callable[[Any], object], str]] = [
+    (lambda model: model.register_buffer("seen", torch.ones(1)), "seen"),
+    (lambda model: model.register_buffer("shift", torch.ones(2)), "shift"),
+    (lambda model: setattr(model, "seen", nn.Buffer(torch.ones(1))), "seen"),
+    (lambda model: model.register_parameter("w", nn.Parameter(torch.ones(1))), "w"),
+    (lambda model: setattr(model, "w", nn.Parameter(torch.ones(1))), "w"),
+    (lambda model: model.register_module("head", nn.Linear(1, 1)), "head.weight"),
+    (lambda model: setattr(model, "head", nn.Linear(1, 1)), "head.weight"),
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("register", "key"), REGISTRATIONS)
+def test_what_is_registered_in_a_wrapper_is_state_of_the_module(
+    wrapper: str, register: Callable[[Any], object], key: str
+) -> None:
+    def main(world: ec.World) -> None:
+        model, plain = WRAPPERS[wrapper](Shifted(), world.group), Shifted()
+        for one in (model, plain):
+            torch.manual_seed(0)
+            register(one)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert torch.equal(model.state_dict()[key], plain.state_dict()[key])
+        name = key.split(".")[0]
+        assert getattr(model, name) is getattr(model.module, name)
+        if isinstance(plain.state_dict(keep_vars=True)[key], nn.Parameter):
+            with pytest.raises(ec.StateError, match=f"'{key}' was added"):
+                model(torch.ones(1, 2))
+        delattr(model, name)
+        assert not hasattr(model.module, name)
+
+    ec.run(main, 2)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_plain_value_that_the_module_has_not_is_of_the_wrapper_until_a_module_replaces_it(
+    wrapper: str,
+) -> None:
+    def main(world: ec.World) -> None:
+        model = WRAPPERS[wrapper](Shifted(), world.group)
+        model.head = None
+        assert not hasattr(model.module, "head")
+        model.head = nn.Tanh()
+        assert model.head is model.module.head
+
+    ec.run(main, 1)
+
+
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
 def test_attributes_can_all_be_read_and_one_that_is_missing_names_the_wrapper(wrapper: str) -> None:
     ec.run(check_attributes, 2, args=(wrapper,))

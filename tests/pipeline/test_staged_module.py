@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.errors import StateError
+from echelon.errors import StateError, UnsupportedError
 from tests.pipeline.models import build, each, pipeline
 from tests.reference import mse
 from tests.worlds import run_world
@@ -112,5 +113,31 @@ def test_a_pipeline_is_not_copied_or_pickled() -> None:
             copy.deepcopy(pipe)
         with pytest.raises(StateError, match="so it cannot be pickled"):
             pickle.dumps(pipe)
+
+    ec.run(main, 2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [nn.Linear(1, 1), nn.BatchNorm1d(2, affine=False), nn.Parameter(torch.ones(1)), nn.Buffer()],
+)
+def test_what_would_be_in_no_state_of_a_pipeline_is_refused(value: Any) -> None:
+    def main(world: World) -> None:
+        pipe = pipeline(world, build("plain", world.size))
+        with pytest.raises(UnsupportedError, match="'head' would be in no state of the Pipeline"):
+            pipe.head = value
+        pipe.metric = nn.Tanh()  # it has none
+        pipe.load_state_dict(pipe.state_dict())
+
+    ec.run(main, 2)
+
+
+def test_the_state_of_a_loss_is_not_that_of_a_pipeline() -> None:
+    def main(world: World) -> None:
+        stages = build("plain", world.size)
+        loss_fn = nn.CrossEntropyLoss(weight=torch.ones(6))
+        pipe = pipeline(world, stages, loss_fn=loss_fn)
+        assert [*pipe.state_dict()] == [*pipeline(world, stages).state_dict()]
+        pipe.load_state_dict(pipe.state_dict())
 
     ec.run(main, 2)

@@ -48,24 +48,40 @@ class Wrapper(nn.Module):
             return self._of_module(name)
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
-        if self._is_only_of_module(name):
+        if self._is_of_module(name, value):
+            vars(self).pop(name, None)  # a plain value that this one takes the place of
             setattr(self.module, name, value)  # whose code reads it there
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._is_only_of_module(name):
+        if self._is_of_module(name):
             delattr(self.module, name)
         else:
             super().__delattr__(name)
 
-    def _is_only_of_module(self, name: str) -> bool:
+    def _is_of_module(self, name: str, value: object = None) -> bool:
+        """Whether an attribute is the module's: it has it already, or the value becomes state."""
         own = vars(self)
-        if name in own or "forward" not in own:  # what a wrapper sets first is its own
+        if "forward" not in own:  # what a wrapper sets first is its own
             return False
         if name in own["_modules"] or hasattr(type(self), name):
             return False
-        return hasattr(self.module, name)
+        if isinstance(value, nn.Parameter | nn.Buffer | nn.Module):
+            return True
+        return name not in own and hasattr(self.module, name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer to the module."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter to the module."""
+        self.module.register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module to the module."""
+        self.module.add_module(name, module)
 
     def _of_module(self, name: str) -> Any:
         module = self.module

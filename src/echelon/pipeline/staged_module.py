@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.checks import flag, instance, mapping
 from echelon.comm.group import Group
-from echelon.errors import ArgumentError, StateError
+from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.modules.compiled import keep_plain_names
 from echelon.modules.optimizer_trial import Cut
 from echelon.modules.parameters import ModuleSnapshot
@@ -75,13 +75,15 @@ class StagedModule(nn.Module, HasShards):
         """Keep a value; a module beside the stages, such as a loss, is no part of the model.
 
         Raises:
-            ArgumentError: it has parameters to train, which belong to no stage.
+            ArgumentError: the loss has parameters to train, which belong to no stage.
+            UnsupportedError: something with a state, which would be in no state of the model.
         """
         if name == "stages":
             super().__setattr__(name, value)
             return
-        held = value.parameters() if isinstance(value, nn.Module) else (value,)
-        if any(isinstance(item, nn.Parameter) and item.requires_grad for item in held):
+        if not name.startswith("_") and _has_state(value):
+            raise _no_state(name)
+        if isinstance(value, nn.Module) and any(p.requires_grad for p in value.parameters()):
             raise ArgumentError(
                 f"{name.removeprefix('_')} is a {type(value).__name__} with parameters to train, "
                 "and a Pipeline trains and saves those of its stages only: make them parameters of "
@@ -89,6 +91,18 @@ class StagedModule(nn.Module, HasShards):
                 "requires_grad_(False)"
             )
         object.__setattr__(self, name, value)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Refused: the state of a Pipeline is that of its stages."""
+        raise _no_state(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused, as ``register_buffer``."""
+        raise _no_state(name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused, as ``register_buffer``."""
+        raise _no_state(name)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -108,9 +122,7 @@ class StagedModule(nn.Module, HasShards):
             yield start + self._first_names.get(name, name), param
         if self._group.size > 1 and not trains:
             if self._nothing_to_train is None:
-                placeholder = nn.Parameter(torch.empty(0, device=self._group.device))
-                object.__setattr__(self, "_nothing_to_train", placeholder)
-            assert self._nothing_to_train is not None
+                self._nothing_to_train = nn.Parameter(torch.empty(0, device=self._group.device))
             yield f"{start}nothing_to_train", self._nothing_to_train
 
     def named_buffers(
@@ -297,6 +309,19 @@ class StagedModule(nn.Module, HasShards):
         """The name in the whole model of what is called ``key`` here: ``stages.INDEX.REST``."""
         _, index, rest = key.split(".", 2)
         return name_in_model(self.stages[index], int(index), rest)
+
+
+def _has_state(value: object) -> bool:
+    if isinstance(value, nn.Module):
+        return bool(value.state_dict())
+    return isinstance(value, nn.Parameter | nn.Buffer)
+
+
+def _no_state(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name!r} would be in no state of the Pipeline, which is that of its stages: register it "
+        "in a stage before you make the Pipeline"
+    )
 
 
 def _first_names(stages: Sequence[nn.Module | None]) -> dict[str, str]:
