@@ -11,6 +11,7 @@ import echelon as ec
 from echelon.c10d.monitored_barrier import MonitoredBarrierError
 from echelon.c10d.simulated_rank import require_world_group
 from echelon.comm.threads.running_time import stopped_time
+from echelon.errors import DeadlockError
 
 SHORT = timedelta(milliseconds=100)
 
@@ -28,11 +29,13 @@ def test_all_ranks_pass(kind: str) -> None:
     assert ec.run(passes_twice, 3, kind) == ["passed"] * 3
 
 
-def lacks_ranks(world: ec.World, absent: list[int], wait_all: bool) -> str:
+def lacks_ranks(
+    world: ec.World, absent: list[int], wait_all: bool, timeout: timedelta | None = SHORT
+) -> str:
     dist.init_process_group("gloo")
     if world.rank not in absent:
         with pytest.raises(MonitoredBarrierError) as caught:
-            dist.monitored_barrier(timeout=SHORT, wait_all_ranks=wait_all)
+            dist.monitored_barrier(timeout=timeout, wait_all_ranks=wait_all)
         assert isinstance(caught.value, RuntimeError)
         return str(caught.value)
     return ""
@@ -53,6 +56,52 @@ def test_rank_0_names_all_ranks_that_do_not_come_if_it_is_told_to_wait_for_all()
 def test_the_others_do_not_wait_for_ever_if_rank_0_does_not_come() -> None:
     _, second = ec.run(lacks_ranks, 2, args=([0], False))
     assert second.endswith("from rank 0: nothing came from it in 200 ms")
+
+
+def test_simulated_ranks_without_a_timeout_are_told_at_once_which_ranks_have_ended() -> None:
+    with pytest.raises(DeadlockError) as caught:
+        ec.run(lacks_ranks, 4, args=([1, 3], True, None))
+    assert {*caught.value.waits} == {0, 2}
+    assert "monitored_barrier" in caught.value.waits[2][0]
+    assert {*caught.value.last_calls} == {1, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("absent", "start", "why"),
+    [
+        ([1, 2], "Ranks 1, 2 failed to pass monitoredBarrier: ", "rank 1 returned and left"),
+        ([0], "Rank 1 successfully reached monitoredBarrier, but ", "rank 0 returned and left"),
+    ],
+)
+def test_processes_without_a_timeout_are_told_soon_which_ranks_have_ended(
+    absent: list[int], start: str, why: str
+) -> None:
+    told = next(filter(None, ec.run(lacks_ranks, 3, "processes", args=(absent, True, None))))
+    assert told.startswith(start)
+    assert f"{why} the world, while this rank was in monitored_barrier" in told
+
+
+def comes_late(world: ec.World) -> str:
+    dist.init_process_group("gloo")
+    dist.group.WORLD.set_timeout(SHORT)
+    if world.rank == 1:
+        time.sleep(5 * SHORT.total_seconds())
+    with pytest.raises(MonitoredBarrierError) as caught:
+        dist.monitored_barrier()
+    dist.group.WORLD.set_timeout(timedelta(seconds=30))
+    dist.monitored_barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_without_a_timeout_that_of_the_group_holds_and_the_next_barrier_is_passed(
+    kind: str,
+) -> None:
+    first, second = ec.run(comes_late, 2, kind)
+    assert first.startswith("Rank 1 failed to pass monitoredBarrier: monitored_barrier")
+    assert "waited 0.1 s for rank 1 in vain" in first
+    assert first in second
 
 
 def stops_in_a_debugger(world: ec.World) -> str:

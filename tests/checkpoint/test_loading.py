@@ -6,12 +6,16 @@ A hundred flips and twenty cuts of several layouts are in ``tests/long/test_corr
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import echelon as ec
+from echelon.checkpoint.convert.step_files import tree_of
 from echelon.comm.world import World
-from echelon.errors import CheckpointNotFound
+from echelon.errors import CheckpointMismatch, CheckpointNotFound
 from tests.checkpoint.damage import (
     NEW,
     OLD,
@@ -28,6 +32,7 @@ from tests.checkpoint.damage import (
 )
 from tests.checkpoint.layouts import LAYOUTS
 from tests.checkpoint.whole import check_equal, whole_state
+from tests.pipeline.tied_stages import decoder, tied_stages
 
 MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"
 FILES = (MANIFEST, FIRST, SECOND)
@@ -83,3 +88,33 @@ def test_where_no_step_is_whole_none_is_loaded(tmp_path: Path) -> None:
         (tmp_path / f"step-{step:09}" / FIRST).unlink()
     with pytest.warns(UserWarning, match="a damaged checkpoint was passed over"):
         ec.run(load_what_is_left, 1, args=(tmp_path,))
+
+
+HEAD = "head.weight"
+
+
+def load_tied(world: World, folder: Path, plan: ec.Plan) -> None:
+    """Of a model in stages, each rank has one of the two names."""
+    staged = plan.pp > 1
+    model: Any = tied_stages(plan, world)[1] if staged else ec.parallelize(decoder(), plan, world)
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    ec.load(folder, step=1, model=model)
+    state = model.whole_state_dict() if plan.num_ranks > 1 else model.state_dict()
+    check_equal(state, decoder().state_dict())
+    with pytest.raises(CheckpointMismatch, match="saved apart: 4 of 124 elements") as caught:
+        ec.load(folder, step=2, model=model)
+    for found in (caught.value, ec.load(folder, step=2, model=model, strict=False)):
+        assert [*found.missing, *found.unexpected, *found.differing] == [f"model/{HEAD}"]
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "shard=3", "pp=2"])
+def test_names_saved_apart_are_loaded_into_one_tensor_if_their_values_are_equal(
+    plan: str, tmp_path: Path
+) -> None:
+    parsed = ec.Plan.parse(plan, **({"microbatches": 3} if plan == "pp=2" else {}))
+    state = decoder().state_dict()
+    ec.save(tmp_path, step=1, model=tree_of(state))
+    state[HEAD] = state[HEAD].index_fill(0, torch.tensor(0), 0.0)
+    ec.save(tmp_path, step=2, model=tree_of(state))
+    ec.run(load_tied, parsed.num_ranks, args=(tmp_path, parsed))

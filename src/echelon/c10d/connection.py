@@ -38,6 +38,9 @@ class Connection:
         probe: a rank that has sent a message with a tag whose receive is not posted yet, or None.
         await_message: returns when there is such a message; raises ``CommTimeout`` after seconds,
             or those of the group.
+        await_key: returns when a store has a key that a rank of the group sets, within seconds;
+            raises ``RankFailed`` or ``DeadlockError`` if that rank has ended, or ``CommTimeout``.
+        wake: lets ranks that wait for a key look, after it was set.
         close: leaves the group; a text says what this rank did instead of leaving in good order.
         batch: a context; messages that are issued in its body are one operation.
         is_simulated: the ranks are threads that take turns, so nothing may wait outside of groups.
@@ -47,6 +50,8 @@ class Connection:
     group: Group
     probe: Callable[[int], int | None]
     await_message: Callable[[CallSignature, int, float | None], None]
+    await_key: Callable[[c10d.Store, str, int, CallSignature, float], None]
+    wake: Callable[[], None]
     close: Callable[[str | None], None]
     is_simulated: bool
     batch: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -102,6 +107,8 @@ def of_processes(group: ShmGroup) -> Connection:
         group=group,
         probe=group.probe,
         await_message=partial(_look_for_message, group),
+        await_key=partial(_look_for_key, group),
+        wake=group.wake,
         close=group.close,
         is_simulated=False,
     )
@@ -151,6 +158,12 @@ def _look_for_message(
         time.sleep(min(max(waited_s / 10, _LOOK_S[0]), _LOOK_S[1]))
 
 
+def _look_for_key(
+    group: ShmGroup, store: c10d.Store, key: str, rank: int, call: CallSignature, seconds: float
+) -> None:
+    group.wait_until(call, lambda: store.check([key]), rank, seconds)
+
+
 def _connect_threads(
     options: c10d._DistributedBackendOptions, world: ThreadGroup, *, is_beside_nccl: bool
 ) -> Connection:
@@ -181,6 +194,8 @@ def _connect_threads(
         group=group,
         probe=partial(_probe_in_turn, group),
         await_message=partial(_await_message, group),
+        await_key=partial(_await_key, group),
+        wake=lambda: None,  # a store of simulated ranks does it
         close=partial(_leave_group, group),
         is_simulated=True,
         batch=group.batch,
@@ -209,3 +224,9 @@ def _await_message(
     group: ThreadGroup, call: CallSignature, tag: int, timeout: float | None
 ) -> None:
     group.wait_until(call, lambda: group.probe(tag) is not None, timeout)
+
+
+def _await_key(
+    group: ThreadGroup, store: c10d.Store, key: str, rank: int, call: CallSignature, seconds: float
+) -> None:
+    wait_for_members(store, [key], call, seconds, lambda: {group.ranks[rank]})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import final
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from echelon.errors import CommError
+from echelon.c10d.connection import Connection
+from echelon.diagnosis.collective_call import CallSignature
+from echelon.errors import CommError, CommTimeout, RankFailed
 
-_PASSED = "passed"
+_PASSED, _CALL = "passed", CallSignature("monitored_barrier")
 
 
 class MonitoredBarrierError(CommError, RuntimeError):
@@ -26,70 +28,90 @@ class MonitoredBarrier:
 
     Args:
         store: of the process group.
-        rank: in the group.
-        size: of the group.
-        clock: shows the seconds that count as time in which this rank has waited.
+        connection: of the ranks of the group.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, size: int, clock: Callable[[], float]) -> None:
-        self._store, self._rank, self._size, self._clock = store, rank, size, clock
+    def __init__(self, store: c10d.Store, connection: Connection) -> None:
+        self._store, self._connection, self._group = store, connection, connection.group
         self._num_passed = 0
 
-    def wait(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+    def wait(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
         """Return when all ranks have called it.
 
         Args:
+            timeout: within it, a rank that has ended is one that may still come; None: that of the
+                group, whose ranks say of one another that they have ended.
             wait_all_ranks: name all ranks that do not come, not only the first.
 
         Raises:
-            MonitoredBarrierError: some did not in time.
+            MonitoredBarrierError: some did not in time, or have ended.
+            DeadlockError: simulated ranks wait for one that has ended, or for one another.
         """
         prefix = f"monitored barrier {self._num_passed}"
         self._num_passed += 1
-        if self._rank == 0:
-            self._lead(prefix, timeout.total_seconds(), wait_all_ranks)
+        if self._group.rank == 0:
+            self._lead(prefix, timeout, wait_all_ranks)
         else:
             self._follow(prefix, timeout)
 
-    def _lead(self, prefix: str, seconds: float, wait_all_ranks: bool) -> None:
-        end = self._clock() + seconds
-        missing: list[int] = []
-        for rank in range(1, self._size):
-            left = max(0.0, end - self._clock())
-            if not self._has_come(f"{prefix}/{rank}", left):
-                missing.append(rank)
+    def _lead(self, prefix: str, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+        seconds = self._seconds(timeout)
+        end = self._connection.clock() + seconds
+        missing: dict[int, str] = {}
+        for rank in range(1, self._group.size):
+            left = max(0.0, end - self._connection.clock())
+            why = self._why_missing(f"{prefix}/{rank}", rank, left, timeout)
+            if why is not None:
+                missing[rank] = why
                 if not wait_all_ranks:
                     break
         if not missing:
-            self._store.set(f"{prefix}/0", _PASSED)
+            self._set(f"{prefix}/0", _PASSED)
             return
         names = ", ".join(map(str, missing))
         ranks = f"Rank {names}" if len(missing) == 1 else f"Ranks {names}"
-        problem = f"{ranks} failed to pass monitoredBarrier in {seconds * 1e3:.0f} ms"
-        self._store.set(f"{prefix}/0", problem)
+        problem = f"{ranks} failed to pass monitoredBarrier{next(iter(missing.values()))}"
+        self._set(f"{prefix}/0", problem)
         if seconds <= 0:
             problem = f"Rank 0 timed out in monitoredBarrier after 0 ms: {problem}"
         raise MonitoredBarrierError(problem)
 
-    def _has_come(self, key: str, seconds: float) -> bool:
-        if seconds <= 0 or self._store.check([key]):
-            return self._store.check([key])
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return False
-        return True
+    def _seconds(self, timeout: timedelta | None) -> float:
+        return self._group.timeout if timeout is None else timeout.total_seconds()
 
-    def _follow(self, prefix: str, timeout: timedelta) -> None:
-        self._store.set(f"{prefix}/{self._rank}", "here")
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._connection.wake()
+
+    def _why_missing(
+        self, key: str, rank: int, seconds: float, timeout: timedelta | None
+    ) -> str | None:
+        """Wait for a key of a rank; why it does not come, as the end of a sentence."""
+        if self._store.check([key]):
+            return None
+        if timeout is None:
+            try:
+                self._connection.await_key(self._store, key, rank, _CALL, seconds)
+            except (CommTimeout, RankFailed) as error:
+                return f": {error}"
+            return None
+        with suppress(dist.DistStoreError):
+            if seconds > 0:
+                self._store.wait([key], timedelta(seconds=seconds))
+                return None
+        return f" in {timeout.total_seconds() * 1e3:.0f} ms"
+
+    def _follow(self, prefix: str, timeout: timedelta | None) -> None:
+        self._set(f"{prefix}/{self._group.rank}", "here")
         # Rank 0 may begin later than this rank, and then waits as long for others.
-        if self._has_come(f"{prefix}/0", 2 * timeout.total_seconds()):
+        twice = None if timeout is None else 2 * timeout
+        why = self._why_missing(f"{prefix}/0", 0, 2 * self._seconds(timeout), twice)
+        problem = f"nothing came from it{why}"
+        if why is None:
             problem = self._store.get(f"{prefix}/0").decode()
             if problem == _PASSED:
                 return
-        else:
-            problem = f"nothing came from it in {2 * timeout.total_seconds() * 1e3:.0f} ms"
         raise MonitoredBarrierError(
-            f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while "
-            f"waiting for send/recv from rank 0: {problem}"
+            f"Rank {self._group.rank} successfully reached monitoredBarrier, but received errors "
+            f"while waiting for send/recv from rank 0: {problem}"
         )

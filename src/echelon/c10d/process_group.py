@@ -76,9 +76,7 @@ class ProcessGroupEchelon(NamedProcessGroup):
             connection = of_processes(connection)
         super().__init__(connection.group, store)
         self._connection = connection
-        self._barriers = MonitoredBarrier(
-            store, self._group.rank, self._group.size, connection.clock
-        )
+        self._barriers = MonitoredBarrier(store, connection)
         self._num_issued = 0
         self._kept: set[C10dWork] = set()
         self._batch_scope = ExitStack()  # of the batch that is being issued, until it ends
@@ -372,8 +370,9 @@ class ProcessGroupEchelon(NamedProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Return when all ranks have called it; rank 0 says which do not come in time."""
-        default = timedelta(seconds=self._group.timeout)
-        self._barriers.wait(default if timeout is None else timeout, wait_all_ranks)
+        if timeout is distributed_c10d.default_pg_timeout:  # torch's, if the program gives none
+            timeout = None
+        self._barriers.wait(timeout, wait_all_ranks)
 
     # Point to point --------------------------------------------------------------------------
 

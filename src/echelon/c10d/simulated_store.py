@@ -267,7 +267,7 @@ def wait_for_members(
     limit_s: float,
     missing: Callable[[], set[int]] | None = None,
 ) -> None:
-    """Return when a store has the keys of all members of a new group.
+    """Return when a store has keys that members of a group set.
 
     Args:
         limit_s: the timeout of the group.

@@ -53,6 +53,8 @@ class LoadPlan:
         differing: why something does not fit, or was converted to another dtype, by name.
         not_restored: names whose values differed between ranks and are not given back to each
             rank, because another number of ranks loads.
+        ties: further names of what is one tensor here and several in the step, with the one that
+            is read and that of the name, which has to be equal.
     """
 
     manifest: Manifest
@@ -65,6 +67,7 @@ class LoadPlan:
     missing: list[str] = field(default_factory=list)
     differing: dict[str, str] = field(default_factory=dict)
     not_restored: list[str] = field(default_factory=list)
+    ties: dict[str, tuple[SavedTensor, SavedTensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tensors = self.manifest.tensors.values()
@@ -87,8 +90,13 @@ class LoadPlan:
         return cast(int, self.manifest.world["size"])
 
     def find(self, names: Sequence[str]) -> SavedTensor | None:
-        """The tensor that has one of these names."""
-        return next((self._by_name[name] for name in names if name in self._by_name), None)
+        """The first tensor that has one of these names."""
+        return next(iter(self._found(names).values()), None)
+
+    def _found(self, names: Sequence[str]) -> dict[str, SavedTensor]:
+        """The tensors that have one of these names, by their own."""
+        found = [self._by_name[name] for name in names if name in self._by_name]
+        return {saved.name: saved for saved in found}
 
     def count_new_memory(self, nbytes: int) -> None:
         """Count new memory, and refuse a step that asks for far more than its tensors take.
@@ -112,13 +120,16 @@ class LoadPlan:
         Args:
             dtype: of the memory that the range is read into.
         """
-        saved = self.find(shard.names)
-        if saved is None:
+        found = self._found(shard.names)
+        if not found:
             self.missing.append(shard.name)
             return None
-        self.used.add(saved.name)
+        self.used.update(found)
         if shard.replication is Replication.PER_RANK:
-            saved = self._tensor_of_this_rank(saved, self.same_size)
+            of_all = found.items()
+            found = {name: self._tensor_of_this_rank(one, self.same_size) for name, one in of_all}
+        (_, saved), *others = found.items()
+        self.ties.update((name, (saved, other)) for name, other in others)
         saved_dtype = DTYPES[saved.dtype]
         if saved.shape != shard.shape:
             problem = f"saved as {list(saved.shape)}, here {list(shard.shape)}"

@@ -33,7 +33,7 @@ from echelon.checkpoint.optimizer_loading import OptimizerLoader
 from echelon.checkpoint.place import place_of, storage_of
 from echelon.checkpoint.random_states import GENERATORS, RandomStates
 from echelon.checkpoint.records import step_name, step_of
-from echelon.checkpoint.saved_step import PieceKey, SavedStep, Share
+from echelon.checkpoint.saved_step import PieceKey, SavedStep, Share, difference
 from echelon.checkpoint.sections import Json
 from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.tensors import check_writable
@@ -226,6 +226,18 @@ class _Loading:
             self._random = plan.value(sections[RANDOM], RANDOM, restores_per_rank=was_there)
             if plan.saved_size < min(2, size):  # one rank does not show what others would have had
                 plan.not_restored.append(RANDOM)
+        self._compare_ties()
+
+    def _compare_ties(self) -> None:
+        """Record which names of a tensor have other values in the step than its first name.
+
+        Other formats have the values of each name.
+        """
+        for name, (saved, other) in self._plan.ties.items():
+            what = difference(self.step, saved, self.step, other)
+            if what is not None:
+                problem = f"one tensor with {saved.name} here, saved apart: {what}"
+                self._plan.differing[name] = problem
 
     def _section(self, name: str, *kinds: str) -> Json | None:
         """What the step has under a name; records what does not fit."""

@@ -216,7 +216,7 @@ def differences(first: SavedStep, second: SavedStep) -> Iterator[Difference]:
         if name not in tensors or name not in others:
             yield Difference(name, f"only in {(first if name in tensors else second).folder}")
         else:
-            what = _difference(first, tensors[name], second, others[name])
+            what = difference(first, tensors[name], second, others[name])
             if what is not None:
                 yield Difference(name, what)
     for name in sorted({*first.sections, *second.sections}):
@@ -243,7 +243,7 @@ def _first_difference(name: str, value: Any, other: Any) -> Difference:
     return Difference(name, f"{value!r:.80} and {other!r:.80}")
 
 
-def _difference(
+def difference(
     first: SavedStep, saved: SavedTensor, second: SavedStep, other: SavedTensor
 ) -> str | None:
     """How two tensors differ; None if they are equal."""

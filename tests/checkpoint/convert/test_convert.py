@@ -1,5 +1,6 @@
 """Steps go to the formats of others and come back, equal to the last bit."""
 
+import copy
 import errno
 import json
 import resource
@@ -163,6 +164,24 @@ def test_model_optimizer_and_values_go_there_and_back(
     check_equal(found, state)
     assert values["epoch"] == 3
     check_equal(values["history"], [1.5, torch.arange(3)])
+
+
+@pytest.mark.parametrize("form", [Form.DCP, Form.TORCH, Form.SAFETENSORS])
+def test_a_model_with_a_tied_weight_and_its_optimizer_come_back(form: Form, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    model[1].weight = model[0].weight
+    items: dict[str, Any] = {"model": model}
+    if form is not Form.SAFETENSORS:
+        model(torch.arange(3)).sum().backward()
+        items["optimizer"] = optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+    before = {name: copy.deepcopy(item.state_dict()) for name, item in items.items()}
+    ec.save(tmp_path / "run", step=0, **items)
+    convert(tmp_path / "run", there := tmp_path / f"a.{form.value}", ConvertOptions(to=form))
+    convert(there, tmp_path / "back", ConvertOptions(to=Form.ECHELON, trust_pickle=True))
+    nn.init.zeros_(model[0].weight)
+    ec.load(tmp_path / "back", **items)
+    check_equal({name: item.state_dict() for name, item in items.items()}, before)
 
 
 def test_a_dcp_is_read_only_if_its_pickle_is_trusted(tmp_path: Path) -> None:

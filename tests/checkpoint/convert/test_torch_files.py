@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import echelon as ec
 from echelon.checkpoint.convert.convert import ConvertOptions, Form, convert
+from echelon.checkpoint.convert.torch_files import read_torch
 
 
 def test_an_archive_that_says_it_spans_several_disks_is_a_sentence(tmp_path: Path) -> None:
@@ -55,3 +57,23 @@ def test_a_file_that_is_none_of_torch_is_told_so_without_advice_to_unpickle_it(
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ec.ArgumentError, match="is neither a file nor a folder"):
         convert(tmp_path / "pipe", tmp_path / "run", ConvertOptions(to=Form.ECHELON))
+
+
+def test_a_truncated_archive_is_called_damaged_and_a_failing_disk_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(1000)}, source)
+    whole = source.read_bytes()
+    source.write_bytes(whole[:-200])
+    with pytest.raises(ec.CheckpointCorrupt, match=r"a\.pt: is no file .* or a damaged one"):
+        read_torch(source)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(torch, "load", fail)
+    source.write_bytes(whole)
+    with pytest.raises(OSError, match="Input/output error") as failed:
+        read_torch(source)
+    assert failed.value.filename == str(source)

@@ -6,6 +6,7 @@ the names of parameters, and whatever values there are beside them.
 
 from __future__ import annotations
 
+import errno
 import re
 import zipfile
 from collections.abc import Mapping
@@ -105,16 +106,19 @@ def read_torch(path: Path) -> dict[str, Any]:
         CheckpointCorrupt: it is none, or holds more than tensors and plain values, or a tensor
             that is larger than its storage.
         CheckpointError: there is not enough memory.
+        OSError: the disk fails, or the file may not be read.
     """
     check_memory(path.stat().st_size, path)
     _check_archive(path)
     problem = ""
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
-    except OSError:
-        raise
-    except Exception as error:  # a file from anywhere can make torch's reader raise anything
-        problem = _why_not_read(error)
+    with naming(path):
+        try:
+            content = torch.load(path, weights_only=True, map_location="cpu")
+        except Exception as error:  # a file from anywhere can make torch's reader raise anything
+            # In a truncated archive it seeks to where no file has bytes.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
+            problem = _why_not_read(error)
     if problem:  # outside of the handler, so that the error does not keep what was read
         raise CheckpointCorrupt(problem, path)
     if not isinstance(content, Mapping):

@@ -17,7 +17,7 @@ from echelon.comm.shm.area import Area
 from echelon.comm.shm.collectives import METHODS, Collectives
 from echelon.comm.shm.mailbox import Mailbox
 from echelon.comm.work import Window, Work
-from echelon.diagnosis.collective_call import CollectiveCall
+from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
 from echelon.errors import CommTimeout, RankFailed
 from echelon.process import time_limits
 
@@ -123,6 +123,29 @@ class ShmGroup(Group):
     def probe(self, tag: int = 0) -> int | None:
         """A rank that has sent a message with ``tag`` whose receive is not posted yet, or None."""
         return self._mailbox.probe(tag)
+
+    def wait_until(
+        self, signature: CallSignature, ready: Callable[[], bool], rank: int, seconds: float
+    ) -> None:
+        """Return when something holds that another rank brings about outside of the group.
+
+        Whoever brings it about calls ``wake``.
+
+        Raises:
+            CommTimeout: it does not hold in time.
+            RankFailed: the rank has left or died.
+        """
+        call = self._number(signature, blocking=True, is_message=True)
+        table, missing = self._area.table, [self._area.ranks[rank]]
+        try:
+            table.wait(ready, lambda: str(call), lambda: missing, seconds)
+        except CommTimeout as error:
+            raise table.monitor.explained(error) from None
+
+    def wake(self) -> None:
+        """Wake ranks of the group that wait until something holds, after it was brought about."""
+        area = self._area
+        area.table.wake([area.ranks[peer] for peer in area.peers])
 
     def _subgroup(
         self, call: CollectiveCall, name: str, members: Sequence[int], device: torch.device | None
