@@ -77,6 +77,7 @@ def test_a_drawing_too_wide_for_a_terminal_becomes_the_lists() -> None:
         (["zb", "--ranks", 2, "--microbatches", 4, "--option", "k=x"], "--option has 'x'"),
         (["1f1b", "--ranks", 2, "--microbatches", 4, "--csv", "/no/x"], "--csv is /no/x, which"),
         (["gpipe", "--ranks", 2, "--microbatches", 9, "--memory-cap", 2], "keeps 9 microbatches"),
+        (["gpipe", "--ranks", 2, "--microbatches", 9, "--memory-cap", "nan"], "--memory-cap"),
     ],
 )
 def test_a_mistake_ends_with_code_2_and_what_to_do(arguments, message) -> None:

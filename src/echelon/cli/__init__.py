@@ -136,7 +136,8 @@ def _schedule(
     ] = "F=1,B=2",
     hop: Annotated[float, typer.Option(help="Time of a message, in the unit of the costs.")] = 0.0,
     memory_cap: Annotated[
-        float | None, typer.Option(help="The most microbatches alive on a rank; 1F1B has --ranks.")
+        float | None,
+        typer.Option(min=0, help="The most microbatches alive on a rank; 1F1B has --ranks."),
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="Options of the schedule: factor=1, k=2, fused=1.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -11,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from echelon.checks import integer
 from echelon.cli.output import refusing, say
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.launch.program import Launch, Program
+from echelon.launch.program import MOST_RANKS, Launch, Program
 from echelon.process import time_limits
 from echelon.process.operating_system import require_linux
 
@@ -37,6 +39,7 @@ Ranks = Annotated[
         "--ranks",
         "-n",
         min=1,
+        max=MOST_RANKS,
         help="How many ranks to start; without it, those of a --plan among ARGUMENTS.",
     ),
 ]
@@ -54,11 +57,18 @@ MaxRestarts = Annotated[
 Grace = Annotated[
     float | None,
     typer.Option(
-        min=0, help="Seconds to save and leave after a signal, before ranks are killed. Default: 5."
+        min=0,
+        max=threading.TIMEOUT_MAX,
+        help="Seconds to save and leave after a signal, before ranks are killed. Default: 5.",
     ),
 ]
 Timeout = Annotated[
-    float | None, typer.Option(min=0.001, help="Seconds that a rank waits for others in one call.")
+    float | None,
+    typer.Option(
+        min=0.001,
+        max=threading.TIMEOUT_MAX,
+        help="Seconds that a rank waits for others in one call.",
+    ),
 ]
 
 
@@ -197,7 +207,7 @@ def _num_ranks(ranks: int | None, arguments: list[str]) -> int:
             )
         return ranks
     with refusing(ArgumentError, hint="--plan"):
-        planned = prod(axes_of(text).values())
+        planned = integer("ranks", prod(axes_of(text).values()), low=1, high=MOST_RANKS)
     if ranks is not None and ranks != planned:
         raise typer.BadParameter(
             f"it is {ranks}, and --plan {text} is for {planned}: leave --ranks out, or change "

@@ -28,7 +28,8 @@ from echelon.laboratory.seen_rows import SeenRows
 from echelon.laboratory.value_pairs import distance
 from echelon.laboratory.value_recorder import TrainingValues
 from echelon.laboratory.verdict import verdict
-from echelon.launch.run import MOST_RANKS, run
+from echelon.launch.program import MOST_RANKS
+from echelon.launch.run import run
 from echelon.plans.plans import Plan
 
 WorldName = Literal["threads", "processes"]

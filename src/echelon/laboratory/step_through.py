@@ -22,8 +22,9 @@ from echelon.laboratory.step_commands import StepCommands
 from echelon.laboratory.step_gate import StepGate
 from echelon.laboratory.stepped_call import SteppedCall
 from echelon.launch.cell_output import shown_in_cell
+from echelon.launch.program import MOST_RANKS
 from echelon.launch.rank_function import WithoutWorld, taking_world
-from echelon.launch.run import MOST_RANKS, enter, rank_rules, usable_device
+from echelon.launch.run import enter, rank_rules, usable_device
 from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.page import View, ViewPart, html_of, view_of
 

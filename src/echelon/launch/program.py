@@ -17,6 +17,8 @@ from echelon.errors import ArgumentError
 from echelon.process import time_limits
 from echelon.process.operating_system import num_processors
 
+MOST_RANKS = 1 << 16  # of one machine; more is a mistake
+
 _AGENT = "echelon.launch.agent"
 _LIVE = "--live"  # its only option without a value
 

@@ -27,13 +27,13 @@ from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter
 from echelon.errors import ArgumentError, WorldError
 from echelon.launch.cell_output import shown_in_cell
+from echelon.launch.program import MOST_RANKS
 from echelon.launch.rank_function import taking_world
 from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process.environment import JobEnvironment, environment, timeout_wanted
 from echelon.process.operating_system import require_linux
 from echelon.process.this_rank import here
 
-MOST_RANKS = 1 << 16  # of one machine; more is a mistake
 BACKENDS = ("shm", "gloo", "nccl", "mpi", "ucc", "xccl")
 
 
