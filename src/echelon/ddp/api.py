@@ -67,7 +67,8 @@ class DDP(ReplicatedModule):
     - ``torch.autograd.grad`` returns local gradients, also with ``create_graph=True``, so a penalty
       on them can be part of a loss. Like derivatives of ``torch.func``, it does not communicate.
     - ``state_dict``, ``named_parameters`` and ``named_modules`` have the names of the plain
-      module, and the wrapper has the attributes of the module, which it also sets and deletes.
+      module, and the wrapper has the attributes of the module, which it also sets and deletes. What
+      is registered in the wrapper is registered in the module: add parameters before you wrap it.
     - ``copy.deepcopy`` gives a DDP on the same group that shares nothing with this one. It
       communicates only when it is trained, so ranks may copy (or average) the model on their own.
 
