@@ -6,6 +6,7 @@ Without this, a checkpoint of a compiled model could not be loaded into the plai
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +26,13 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
-def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with plain names."""
-    return {plain_name(key): value for key, value in state.items()}
+def plain_state(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A state with plain names, from which ``module`` reads the versions of its modules."""
+    plain = OrderedDict((plain_name(key), value) for key, value in state.items())
+    versions = {plain_name(path): own for path, own in getattr(state, "_metadata", {}).items()}
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    plain._metadata = {path: versions.get(plain_name(path), {}) for path in paths}  # type: ignore[attr-defined]
+    return plain
 
 
 def compiled_inside(module: nn.Module) -> nn.Module | None:
