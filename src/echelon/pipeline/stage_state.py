@@ -211,6 +211,7 @@ def shards_by_param(shards: Sequence[ParameterShards]) -> ShardsByParam:
     return by_param
 
 
+@torch.inference_mode(mode=False)  # the copies outlive the caller's mode
 def gather_optimizer_state(
     optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShards], group: Group
 ) -> dict[str, Any]:
