@@ -6,6 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +239,40 @@ def refuses_what_is_no_value_of_its_kind(world: ec.World) -> None:
 
 def test_a_value_of_another_kind_is_named_with_its_argument() -> None:
     worlds.run_world("threads", refuses_what_is_no_value_of_its_kind, 2)
+
+
+def trains_what_was_made_in_inference_mode(world: ec.World, wrap: Callable[..., Any]) -> None:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        averages.update()
+
+    model = torch.nn.Linear(64, 64)
+    with torch.inference_mode():
+        model = wrap(model, world.group)
+        averages = ec.EMA(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    step()
+    with torch.inference_mode():
+        saved = model.optimizer_state_dict(optimizer)
+        model.load_optimizer_state_dict(optimizer, saved)
+        whole = model.whole_state_dict()
+        model.load_state_dict(whole)
+    states = [value for state in saved["state"].values() for value in state.values()]
+    assert not any(value.is_inference() for value in (*states, *whole.values()))
+    step()
+    with model.no_sync():
+        model(torch.ones(2, 64)).sum().backward()
+    with torch.inference_mode():
+        model.sync_gradients()
+    step()
+    with torch.inference_mode():
+        plain = model.unwrap()
+    plain(torch.ones(2, 64, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("wrap", [ec.FSDP, partial(ec.DDP, gradient_dtype=torch.bfloat16)])
+def test_what_is_made_in_inference_mode_is_trained(kind, wrap) -> None:
+    worlds.run_world(kind, trains_what_was_made_in_inference_mode, 2, args=(wrap,))

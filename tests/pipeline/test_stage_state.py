@@ -430,3 +430,39 @@ def names_and_loads(world: World, plan_: ec.Plan) -> None:
 @pytest.mark.parametrize("plan_", NAMED_PLANS, ids=str)
 def test_parameters_and_what_does_not_fit_have_the_names_of_the_model(plan_: ec.Plan) -> None:
     run_world("threads", names_and_loads, 2 * plan_.dp * plan_.shard, args=(plan_,))
+
+
+class Versioned(nn.Linear):
+    """It takes what has no version for a state with twice the values."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def keeps_versions(world: World, wrap: str) -> None:
+    plain = nn.Sequential(*(nn.Sequential(Versioned(64, 64)) for _ in range(2)))
+    stages: list[nn.Module] = [copy.deepcopy(stage) for stage in plain]
+    if wrap == "split":
+        stages = ec.pipeline.split(copy.deepcopy(plain), 2)
+    elif wrap:
+        alone = [world.group.subgroup([rank]) for rank in range(2)][world.rank]
+        stages = [getattr(ec, wrap)(stage, alone) for stage in stages]
+    pipe = ec.Pipeline(stages, world.group, microbatches=1)
+    expected = plain.state_dict()
+    pipe.load_state_dict(expected)
+    pipe.load_state_dict(pipe.whole_state_dict())
+    pipe.load_state_dict(pipe.state_dict(), strict=False)
+    pipe.load_sharded_state_dict(pipe.sharded_state_dict())
+    whole = pipe.whole_state_dict()
+    assert_states_equal(whole, expected)
+    plain.load_state_dict(whole)
+    assert_states_equal(plain.state_dict(), whole)
+
+
+@pytest.mark.parametrize("wrap", ["", "split", "DDP", "FSDP"])
+def test_states_of_stages_keep_the_versions_of_modules(wrap: str) -> None:
+    ec.run(keeps_versions, 2, args=(wrap,))

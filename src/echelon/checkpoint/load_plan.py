@@ -177,6 +177,7 @@ class LoadPlan:
         paths = (path.split("/") for path in self._names_saved_per_rank)
         return keys | {path[1] for path in paths if path[0] == name and len(path) > 1}
 
+    @torch.inference_mode(mode=False)  # the memory outlives the caller's mode
     def new_value(self, name: str, restores_per_rank: bool) -> Tensor:
         """The memory of a tensor of a value, which is read later; each tensor has one memory.
 

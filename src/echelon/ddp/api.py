@@ -237,6 +237,7 @@ class DDP(ReplicatedModule):
         with self._reducer.no_sync():
             yield
 
+    @torch.inference_mode(mode=False)  # gradients outlive the caller's mode
     def sync_gradients(self, *, may_be_none: bool = False) -> None:
         """Reduce what ``.grad`` of every parameter holds now. All ranks call it.
 
@@ -345,6 +346,7 @@ class DDP(ReplicatedModule):
         everywhere = tuple(names[i] for i in unused.everywhere)
         return Unused(here=tuple(names[i] for i in unused.here), everywhere=everywhere)
 
+    @torch.inference_mode(mode=False)  # gradients outlive the caller's mode
     def unwrap(self) -> nn.Module:
         """Take the wrapper off and return the module, which keeps its gradients.
 

@@ -155,6 +155,7 @@ class Reducer:
             self._counter.register_hooks(plans, record=not self._is_rebuilt)
         return plans
 
+    @torch.inference_mode(mode=False)  # gradients outlive the caller's mode
     def allocate(self) -> None:
         """Make the buckets. All ranks of the group call it."""
         for b, plan in enumerate(self._plans):

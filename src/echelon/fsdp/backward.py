@@ -420,6 +420,7 @@ class Backward:
                 if u in self._in_forward:  # otherwise that forward has failed
                     unit.unshard()
 
+    @torch.inference_mode(mode=False)  # gradients outlive the caller's mode
     def reduce_now(self, *, may_be_none: bool) -> None:
         """Reduce what ``no_sync`` kept; with ``may_be_none`` a rank may take part with zeros.
 

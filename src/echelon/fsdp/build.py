@@ -36,6 +36,7 @@ from echelon.state.initialization import (
 # Units ---------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(mode=False)  # shards outlive the caller's mode
 def build_units(
     module: nn.Module,
     groups: HybridGroups,

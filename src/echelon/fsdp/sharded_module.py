@@ -25,20 +25,23 @@ from echelon.fsdp.shard_layout import ShardInfo
 from echelon.fsdp.shard_update import shard_update
 from echelon.fsdp.state_dict import (
     copy_parameters,
-    copy_shards,
     holdings_of_shards,
     parameter_shards_of,
     shard_loader,
+    shards_by_id,
+    show_parts,
+    state_of_parts,
 )
-from echelon.fsdp.storage import Storage
+from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.fsdp.unit import Unit
-from echelon.modules.compiled import keep_plain_names, plain_name
+from echelon.modules.compiled import keep_plain_names, plain_name, plain_state
 from echelon.modules.parameters import ParameterGuard, claim, disclaim
-from echelon.modules.sharded_tensor import local_shard
+from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.modules.wrapper import Wrapper, no_assign
-from echelon.state.model_state import load_model_state, state_of_copies
+from echelon.state.model_state import check_state, load_model_state, state_of_copies
 from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
+from echelon.state.state_copy import as_copy
 
 
 @bypass_compiler
@@ -234,35 +237,42 @@ class ShardedModule(Wrapper, HasShards):
         Buffers, and parameters that are not sharded, are full.
         """
         self._take_replaced()
-        return state_of_copies(self.module, copy_shards(self._storages()))
+        state = state_of_parts(self.module, self._storages())
+        for key, value in state.items():
+            state[key] = as_copy(local_shard(value)) if is_part(value) else value
+        return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load a full state; every rank takes its shards, in place. Nothing is communicated.
 
+        Modules load it by their own code, as those of the plain model do.
+
         Raises:
-            ArgumentError: keys (if ``strict``), shapes, dtypes or ``assign`` do not fit; nothing
-                was loaded.
+            ArgumentError: keys (if ``strict``), shapes, dtypes or ``assign`` do not fit; no tensor
+                has changed.
         """
         if assign:
             raise no_assign("FSDP shards")
         self._take_replaced()
         self._hooks.wait_for_forwards()
-        (shards,) = self.parameter_shards()
-        return load_model_state(self.module, shards, state_dict, strict=strict)
+        storages = self._storages()
+        wait_for_unshards(storages)
+        return load_model_state(self.module, shards_by_id(storages), state_dict, strict=strict)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
 
         Raises:
-            ArgumentError: keys (if ``strict``), sizes of shards or dtypes do not fit; nothing was
-                loaded.
+            ArgumentError: keys (if ``strict``), sizes of shards or dtypes do not fit; no tensor has
+                changed.
         """
+        check_state(state)
         self._take_replaced()
-        self._hooks.wait_for_forwards()
-        (shards,) = self.parameter_shards()
-        return load_model_state(self.module, shards, state, strict=strict, parts=True)
+        shown = plain_state(self.module, state)
+        show_parts(shown, state_of_parts(self.module, self._storages()))
+        return self.load_state_dict(shown, strict)
 
     def holdings(self) -> ShardedState:
         """This rank's ranges of the plain model. Nothing is communicated.
@@ -328,6 +338,7 @@ class ShardedModule(Wrapper, HasShards):
                 its_copy.requires_grad_(param.requires_grad)  # it may have changed since wrapping
         return clone
 
+    @torch.inference_mode(mode=False)  # parameters outlive the caller's mode
     def unwrap(self) -> nn.Module:
         """Take the wrapper off a module, whose parameters are unsharded then. All ranks call it.
 

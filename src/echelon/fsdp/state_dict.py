@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import StateError
+from echelon.errors import ArgumentError, StateError
+from echelon.errors.message_text import misfit_text
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.modules.compiled import plain_name
+from echelon.modules.sharded_tensor import is_part, mark, sharding_of
 from echelon.modules.wrapper import no_assign
-from echelon.state.model_state import copy_of
+from echelon.state.model_state import copy_of, state_of_copies
 from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
@@ -81,13 +83,38 @@ def _unsharded_value(storage: Storage, i: int) -> Tensor:
     return storage.gather_tensor(i, storage.shards[i], label=label)
 
 
-def copy_shards(storages: Sequence[Storage]) -> dict[int, Tensor]:
-    """Copies of this rank's shards, by the ``id`` of their parameter."""
+def shards_by_id(storages: Sequence[Storage]) -> dict[int, Tensor]:
+    """This rank's shards, by the ``id`` of their parameter; parts say that they are."""
     return {
-        id(param): shard.detach().clone()
+        id(param): mark(shard, storage.shardings[i]) if storage.shows_parts else shard
         for storage in storages
-        for param, shard in zip(storage.params, storage.shards, strict=True)
+        for i, (param, shard) in enumerate(zip(storage.params, storage.shards, strict=True))
     }
+
+
+def state_of_parts(module: nn.Module, storages: Sequence[Storage]) -> dict[str, Any]:
+    """The state of ``module`` as copies, in which parts say that they are."""
+    copies = {key: copy_of(shard) for key, shard in shards_by_id(storages).items()}
+    return state_of_copies(module, copies)
+
+
+def show_parts(state: dict[str, Any], parts: Mapping[str, Any]) -> None:
+    """Let the parts in a sharded state say of what they are, as those in ``parts`` do.
+
+    Raises:
+        ArgumentError: a part has another shape.
+    """
+    wrong = []
+    for key, part in parts.items():
+        if is_part(part) and isinstance(value := state.get(key), Tensor):
+            shape, expected = tuple(value.shape), sharding_of(part).local_shape
+            if shape != expected:
+                wrong.append(f"{key}: {shape} instead of {expected}")
+            else:
+                state[key] = mark(value, sharding_of(part))
+    if wrong:
+        text = misfit_text([], [], wrong)
+        raise ArgumentError(f"the sharded state does not fit this rank's parts: {text}")
 
 
 # Loading -------------------------------------------------------------------------------------

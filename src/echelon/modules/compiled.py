@@ -6,6 +6,7 @@ Without this, a checkpoint of a compiled model could not be loaded into the plai
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +26,26 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
-def plain_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with plain names."""
-    return {plain_name(key): value for key, value in state.items()}
+def plain_state(module: nn.Module, state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A state with plain names, from which ``module`` reads the versions of its modules."""
+    versions = {plain_name(path): own for path, own in versions_of(state).items()}
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    return with_versions(
+        {plain_name(key): value for key, value in state.items()},
+        {path: versions.get(plain_name(path), {}) for path in paths},
+    )
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The versions of modules that ``state_dict()`` has noted in a state, by their names."""
+    return dict(getattr(state, "_metadata", None) or {})
+
+
+def with_versions(tensors: Mapping[str, Any], versions: dict[str, Any]) -> OrderedDict[str, Any]:
+    """A state with the versions of modules where torch looks for them."""
+    state = OrderedDict(tensors)
+    state._metadata = versions  # type: ignore[attr-defined]
+    return state
 
 
 def compiled_inside(module: nn.Module) -> nn.Module | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.errors.message_text import misfit_text
-from echelon.modules.compiled import compiled_inside, plain_name
+from echelon.modules.compiled import compiled_inside, plain_name, versions_of, with_versions
 from echelon.pipeline.data_parallel import unwrap
 from echelon.pipeline.splitting.submodule import Submodule, state_names
 from echelon.state.model_state import LoadReport, check_state, copy_of
@@ -88,6 +88,32 @@ def find_submodule(stage: nn.Module) -> Submodule | None:
     return module
 
 
+def state_in_stage(
+    stage: nn.Module, index: int, state: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """What of a state of the model a stage has, with the versions of its modules.
+
+    ``names`` has the names in the state by those in the stage.
+    """
+    versions = versions_of(state)
+    paths = [path for path, _ in stage.named_modules(remove_duplicate=False)]
+    return with_versions(
+        {key: state[name] for key, name in names.items()},
+        {path: versions.get(name_in_model(stage, index, path), {}) for path in paths},
+    )
+
+
+def _named_in_model(
+    stage: nn.Module, index: int, state: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a stage, and the versions of its modules, by their names in the model."""
+    tensors, versions = (
+        {name_in_model(stage, index, name): value for name, value in named.items()}
+        for named in (state, versions_of(state))
+    )
+    return tensors, versions
+
+
 # State dicts of the model --------------------------------------------------------------------
 
 
@@ -116,28 +142,31 @@ def full_state(
     nothing. Copies are on ``device``, or on that of the group if it is None.
     """
     state: dict[str, Any] = {}
+    all_versions: dict[str, Any] = {}
     for index, rank in enumerate(placement):
-        local_state: dict[str, Any] | None = None
+        local_state: tuple[dict[str, Any], dict[str, Any]] | None = None
         if rank == group.rank:
-            local_state = {
-                name_in_model(stages[index], index, key): copy_of(value, torch.device("cpu"))
-                for key, value in stages[index].state_dict().items()
-            }
-        stage_state: dict[str, Any] = group.broadcast_object(local_state, rank)
+            tensors, versions = _named_in_model(stages[index], index, stages[index].state_dict())
+            cpu = torch.device("cpu")
+            local_state = {name: copy_of(v, cpu) for name, v in tensors.items()}, versions
+        tensors, versions = group.broadcast_object(local_state, rank)
         if keep:
             home = group.device if device is None else device
-            state |= {name: as_copy(copy_of(value, home)) for name, value in stage_state.items()}
-    return state
+            state |= {name: as_copy(copy_of(value, home)) for name, value in tensors.items()}
+            all_versions |= versions
+    return with_versions(state, all_versions)
 
 
 def sharded_state(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
     """Copies of what this rank keeps of its stages, by the names of the model."""
     state: dict[str, Any] = {}
+    all_versions: dict[str, Any] = {}
     for index, stage in stages.items():
         kept = stage.sharded_state_dict() if isinstance(stage, SavesShards) else stage.state_dict()
-        copies = {key: as_copy(copy_of(value)) for key, value in kept.items()}
-        state |= {name_in_model(stage, index, key): value for key, value in copies.items()}
-    return state
+        tensors, versions = _named_in_model(stage, index, kept)
+        state |= {name: as_copy(copy_of(value)) for name, value in tensors.items()}
+        all_versions |= versions
+    return with_versions(state, all_versions)
 
 
 def load_sharded_state(
@@ -147,7 +176,7 @@ def load_sharded_state(
     check_state(state)
     names, report = names_that_fit(stages, state, "the sharded state", strict=strict)
     for index, stage in stages.items():
-        stage_state = {key: state[name] for key, name in names[index].items()}
+        stage_state = state_in_stage(stage, index, state, names[index])
         if isinstance(stage, SavesShards):
             stage.load_sharded_state_dict(stage_state, strict)
         else:
@@ -211,6 +240,7 @@ def shards_by_param(shards: Sequence[ParameterShards]) -> ShardsByParam:
     return by_param
 
 
+@torch.inference_mode(mode=False)  # the copies outlive the caller's mode
 def gather_optimizer_state(
     optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShards], group: Group
 ) -> dict[str, Any]:

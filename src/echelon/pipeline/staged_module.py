@@ -32,6 +32,7 @@ from echelon.pipeline.stage_state import (
     sharded_state,
     shards_by_param,
     stage_parameters,
+    state_in_stage,
 )
 from echelon.state.optimizer_state import check_params, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState, ShardsByParam
@@ -159,6 +160,9 @@ class StagedModule(nn.Module, HasShards):
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
             state[self._name_of(key)] = state.pop(key)
+        versions = getattr(state, "_metadata", {})
+        for path in [path for path in versions if path.startswith("stages.")]:
+            versions[self._name_of(f"{path}.").rstrip(".")] = versions.pop(path)
         return state
 
     def load_state_dict(
@@ -177,12 +181,9 @@ class StagedModule(nn.Module, HasShards):
             of_others=self._names_of_all,
             strict=strict,
         )
-        local_state = {
-            f"stages.{index}.{key}": state_dict[name]
-            for index, keys in names.items()
-            for key, name in keys.items()
-        }
-        super().load_state_dict(local_state, False, assign)
+        for index, stage in self._local_modules.items():
+            local_state = state_in_stage(stage, index, state_dict, names[index])
+            stage.load_state_dict(local_state, strict=False, assign=assign)
         return report
 
     def whole_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:

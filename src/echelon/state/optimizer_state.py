@@ -188,6 +188,7 @@ def gather_optimizer_state(optimizer: Optimizer, shards: ParameterShards) -> dic
     return named_state_dict(optimizer, states, names_by_group(optimizer, shards.by_param))
 
 
+@torch.inference_mode(mode=False)
 def gather_states(optimizer: Optimizer, shards: ParameterShards) -> dict[str, dict[str, Any]]:
     """The full states of the parameters in ``shards``, by name, as copies.
 
@@ -284,6 +285,7 @@ def copied(value: Any) -> Any:
 # Loading -------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(mode=False)  # steps write into what is made here
 def load_optimizer_state(
     optimizer: Optimizer,
     shards: ShardsByParam,

@@ -58,6 +58,7 @@ class EMA(ValuesOfModel):
         4.0
     """
 
+    @torch.inference_mode(mode=False)  # the averages outlive the caller's mode
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         checks.instance("model", model, nn.Module)
         self.decay = checks.number("decay", decay, 0.0, 1.0)
