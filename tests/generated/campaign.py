@@ -90,7 +90,9 @@ def expected_of(case: Spec) -> Any:
 def on_rank(world: World, cases: list[Spec], progress: str) -> list[list[str]]:
     """Cases one after another, until one fails; how each ended."""
     with thresholds_set(cases[0]["thresholds"]):
-        return outcomes_of(world, cases, progress)
+        outcomes = outcomes_of(world, cases, progress)
+        world.close()  # what is outstanding after a failure runs with these thresholds, too
+        return outcomes
 
 
 def outcomes_of(world: World, cases: list[Spec], progress: str) -> list[list[str]]:
