@@ -208,7 +208,7 @@ class Played(TorchDispatchMode):
         is_copy = func.overloadpacket in _COPIES and any(on_host)
         if is_copy and not _is_non_blocking(args, kwargs):
             detector.wait_on_host(line.now())
-        elif _gives_numbers(result):
+        elif parts and _gives_numbers(result):  # and not `can_cast`, which reads no tensor
             detector.read_on_host(line.now())
 
     def read(self, tensor: Tensor) -> None:

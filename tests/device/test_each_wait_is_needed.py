@@ -62,9 +62,6 @@ COVERED = {
     "fsdp/storage_kinds.py, _allocate: devices.unshard_stream.wait_for_current()": (
         "`reshard`, which follows at once, waits as well"
     ),
-    "fsdp/storage.py, copy_to_shard: self.shards[i].copy_(self.local_shard_of(i, value))": (
-        "the host reads other values of the same stream before it reads the shards"
-    ),
 }
 
 
