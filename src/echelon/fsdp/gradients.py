@@ -46,7 +46,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import NamedTuple, final
 
 import torch
@@ -66,11 +66,12 @@ from echelon.modules.sharded_tensor import (
     KeptGradient,
     ShardedTensor,
     Sharding,
+    grad_of,
     kept_gradient,
     refuse_kept,
+    set_grad,
 )
 
-_grad_of = attrgetter("grad")
 _WRITTEN = -1  # a version that no tensor has
 PATIENCE_S = 1.0  # far more than a reduction takes once all ranks have sent it
 
@@ -214,7 +215,7 @@ class GradientShard:
         if self._flat is None or self.storage.group.shares_memory:
             return
         with DisableTorchFunctionSubclass():
-            gradients = map(_grad_of, self.storage.optimizer_params)
+            gradients = map(grad_of, self.storage.optimizer_params)
             if all(map(is_, gradients, repeat(None))):
                 self._sum = None
                 self._leave_memory()
@@ -324,7 +325,7 @@ class GradientShard:
     def kept_nbytes(self) -> int:
         """The bytes of the unsharded gradients that ``.grad`` has."""
         with DisableTorchFunctionSubclass():
-            gradients = map(_grad_of, self.storage.optimizer_params)
+            gradients = map(grad_of, self.storage.optimizer_params)
             return sum(grad.kept_nbytes for grad in gradients if isinstance(grad, KeptGradient))
 
     def set_aside(self) -> SetAside:
@@ -337,7 +338,7 @@ class GradientShard:
 
     def _set_aside(self) -> SetAside:
         params = self.storage.optimizer_params
-        gradients = list(map(_grad_of, params))
+        gradients = list(map(grad_of, params))
         if all(map(is_, gradients, repeat(None))):
             self._leave_to_holders()
             return SetAside(None, None)
@@ -414,7 +415,7 @@ class GradientShard:
             ):
                 if has:
                     view.__class__ = cls  # a step that has raised leaves plain ones
-                    param.grad = view
+                    set_grad(param, view)
 
     def accumulate(self, reduced: Tensor, *, add: bool) -> None:
         """Write reduced gradients, in the wire dtype, over the earlier ones, or add them."""

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import chain, repeat
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,6 +25,7 @@ from echelon.modules.sharded_tensor import (
     KeptGradient,
     ShardedParameter,
     ShardedTensor,
+    grad_of,
     refuse_kept,
     sharding_of,
 )
@@ -133,7 +135,9 @@ def refuse_kept_gradients(optimizer: Optimizer) -> None:
         StateError: a parameter has one.
     """
     with DisableTorchFunctionSubclass():
-        gradients = [param.grad for group in optimizer.param_groups for param in group["params"]]
+        gradients = [
+            grad for group in optimizer.param_groups for grad in map(grad_of, group["params"])
+        ]
     if KeptGradient in map(type, gradients):  # which stays in C, unlike a loop
         kept = [gradient for gradient in gradients if isinstance(gradient, KeptGradient)]
         gradient = next((one for one in kept if one.is_lost), kept[0])
@@ -145,7 +149,7 @@ def _make_plain(optimizer: Optimizer) -> None:
     params = [param for param in every if type(param) is ShardedParameter]
     seen: set[int] = set()
     with DisableTorchFunctionSubclass():
-        marked = _marked_in([param.grad for param in every], seen)
+        marked = _marked_in(map(grad_of, every), seen)
     gradients = {id(gradient) for gradient in marked}
     for value in _marked_in([optimizer.state], seen):
         if id(value) not in gradients:
@@ -164,7 +168,9 @@ def _make_plain(optimizer: Optimizer) -> None:
 
 
 _MARKED = frozenset((ShardedTensor, StageGradient, JoinedStages))
-_HOLDS_NOTHING = frozenset((Tensor, nn.Parameter, ShardedParameter, float, int, bool, str))
+_HOLDS_NOTHING = frozenset(
+    (Tensor, nn.Parameter, ShardedParameter, float, int, bool, str, NoneType)
+)
 _CONTAINERS = (dict, list, tuple, deque, Optimizer)
 
 
@@ -182,7 +188,10 @@ def _marked_in(values: Iterable[Any], seen: set[int]) -> list[Tensor]:
             waiting.append(chain.from_iterable(map(dict.values, items)))
             continue
         for value in items:
-            if type(value) in _MARKED:
+            kind = type(value)
+            if kind in _HOLDS_NOTHING:
+                continue
+            if kind in _MARKED:
                 marked.append(value)
             elif isinstance(value, _CONTAINERS) and id(value) not in seen:
                 seen.add(id(value))

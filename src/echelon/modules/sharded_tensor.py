@@ -39,6 +39,10 @@ Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 RULES: dict[Callable[..., Any], Rule] = {}
 KEPT_RULES: dict[Callable[..., Any], Rule] = {}  # of ``KeptGradient``
 _gradient: Any = Tensor.grad  # the attribute of every tensor
+# Both are functions of C; those of ``ShardedParameter`` are not. A class has rules for a gradient,
+# so they are called in DisableTorchFunctionSubclass().
+grad_of: Callable[[Tensor], Tensor | None] = _gradient.__get__
+set_grad: Callable[[Tensor, Tensor | None], None] = _gradient.__set__
 _MAX_ALIASES = 8  # that are remembered before those that nobody has any more are dropped
 
 
@@ -294,15 +298,15 @@ class ShardedParameter(_SaysItIsAPart, nn.Parameter):
     def grad(self) -> Tensor | None:
         """As for any tensor; zero_grad() reads and drops each, so these two ask for no rule."""
         with DisableTorchFunctionSubclass():
-            return cast("Tensor | None", _gradient.__get__(self))
+            return grad_of(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            _gradient.__set__(self, value)
+            set_grad(self, value)
             return
         with DisableTorchFunctionSubclass():
-            _gradient.__set__(self, None)
+            set_grad(self, None)
 
     @grad.deleter
     def grad(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -102,9 +102,7 @@ def _check_spec(name: str, spec: Any) -> None:
         )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class NamedLeaf:
+class NamedLeaf(NamedTuple):
     """A value in the arguments, what errors call it, and what the user said about it."""
 
     value: Any
@@ -145,8 +143,15 @@ class NamedLeaf:
         return f"{self.name} of shape {list(self.value.shape)}"
 
 
-def named_leaves(tree: Any, spec: Any, what: str) -> tuple[list[NamedLeaf], pytree.TreeSpec]:
-    """The values in ``tree``, which errors call ``what``, and how they are nested.
+class NamedLeaves(NamedTuple):
+    """The values in some arguments, and how they are nested."""
+
+    leaves: list[NamedLeaf]
+    structure: pytree.TreeSpec
+
+
+def named_leaves(tree: Any, spec: Any, what: str) -> NamedLeaves:
+    """The values in ``tree``, which errors call ``what``.
 
     Refuses values that hide tensors.
 
@@ -162,10 +167,13 @@ def named_leaves(tree: Any, spec: Any, what: str) -> tuple[list[NamedLeaf], pytr
             "None for the rule"
         )
     paths, structure = pytree.tree_flatten_with_path(tree)
-    leaves = [NamedLeaf(value, what, path, _spec_at(spec, path)) for path, value in paths]
+    leaves = [
+        NamedLeaf(value, what, path, None if spec is None else _spec_at(spec, path))
+        for path, value in paths
+    ]
     for leaf in leaves:
         _check_leaf(leaf)
-    return leaves, structure
+    return NamedLeaves(leaves, structure)
 
 
 def _spec_at(spec: Any, path: Sequence[Any]) -> Any:

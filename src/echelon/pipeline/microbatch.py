@@ -28,6 +28,7 @@ from echelon.modules.nested import tensors
 from echelon.pipeline.chunk_spec import (
     ChunkSpecs,
     NamedLeaf,
+    NamedLeaves,
     batch_tensor,
     named_leaves,
     option_for,
@@ -64,18 +65,24 @@ def split_batch(
     """
     if num_parts < 1:
         raise ArgumentError(f"microbatches must be > 0, not {num_parts}")
-    leaves, structure = named_leaves(batch, spec, what)
+    tree = named_leaves(batch, spec, what)
     if total is None:
-        total = _rows_of(leaves, what)
-        _check_lengths(leaves, total)
+        total = _rows_of(tree.leaves, what)
+        _check_lengths(tree.leaves, total)
     _check_enough(total, num_parts, what)
+    return Microbatches(_split(tree, num_parts, total), _rows_of_parts(total, num_parts))
+
+
+def _split(tree: NamedLeaves, num_parts: int, total: int) -> tuple[Any, ...]:
+    """By microbatch a tree of which ``total`` rows are cut."""
     num_rows = _rows_of_parts(total, num_parts)
     columns = [
         _cut(leaf.value, num_rows) if leaf.is_split(total) else (leaf.value,) * num_parts
-        for leaf in leaves
+        for leaf in tree.leaves
     ]
-    values = [pytree.tree_unflatten(parts, structure) for parts in zip(*columns, strict=True)]
-    return Microbatches(tuple(values), num_rows)
+    return tuple(
+        pytree.tree_unflatten(parts, tree.structure) for parts in zip(*columns, strict=True)
+    )
 
 
 def _cut(value: Tensor, num_rows: tuple[int, ...]) -> Sequence[Tensor]:
@@ -240,17 +247,15 @@ class BatchSplitter:
         kind = self._kinds.facts(likeness, training=training)
         total, kinds = self._agree(given, facts, kind, problem)
         num_parts = self._num_parts(total, training=training)
-        # Arguments for stages of other ranks are ignored: they may be None, or of another batch.
-        is_first, is_last = self._group.rank == self._first, self._group.rank == self._last
 
-        def split(tree: Any, what: str, spec: Any) -> tuple[Any, ...]:
-            return split_batch(tree, num_parts, what, spec=spec, total=total).values
+        def split(what: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+            tree = given.trees.get(what)
+            return otherwise if tree is None else _split(tree, num_parts, total)
 
-        named = dict(kwargs)
         return Batch(
-            inputs=split(args, "input", self._specs.args) if is_first else (),
-            kwargs=split(named, "kwargs", self._specs.kwargs) if named else ({},) * num_parts,
-            targets=split(target, "target", self._specs.target) if is_last and loss_fn else (),
+            inputs=split("input", ()),
+            kwargs=split("kwargs", ({},) * num_parts),
+            targets=split("target", ()) if loss_fn else (),
             weights=self._weights(counts, total, num_parts),
             loss_fn=loss_fn,
             specs=self._kinds.begin(kinds, training=training),
@@ -278,28 +283,29 @@ class BatchSplitter:
             raise ArgumentError(
                 f"Pipeline: rank {rank} must provide a target, because it has the last stage"
             )
-        named = named_leaves(dict(kwargs), self._specs.kwargs, "kwargs")[0] if kwargs else []
-        sure, open_ = (
-            [leaf for leaf in named if leaf.is_declared],
-            [leaf for leaf in named if leaf.is_undecided],
-        )
-        has_other_dim = False
-        trees: dict[str, tuple[Any, Any]] = {}
+        # Arguments for stages of other ranks are ignored: they may be None, or of another batch.
+        specs, trees = self._specs, {}
+        if kwargs:
+            trees["kwargs"] = named_leaves(dict(kwargs), specs.kwargs, "kwargs")
         if rank == self._first:
-            trees["input"] = (args, self._specs.args)
+            trees["input"] = named_leaves(args, specs.args, "input")
         if rank == self._last and target is not None:
-            trees["target"] = (target, self._specs.target)
-        for what, (tree, spec) in trees.items():
-            leaves, _ = named_leaves(tree, spec, what)
-            _check_enough(
-                _rows_of(leaves, what), self._max_microbatches if training else 1, "the batch"
-            )
-            first = batch_tensor(leaves)
-            assert first is not None, "it has rows"
-            sure += [first, *(leaf for leaf in leaves if leaf.is_declared)]
-            open_ += [leaf for leaf in leaves if leaf.is_undecided and leaf is not first]
-            has_other_dim = has_other_dim or (what == "input" and first.is_square)
-        return _Given(sure, open_, has_other_dim)
+            trees["target"] = named_leaves(target, specs.target, "target")
+        sure: list[NamedLeaf] = []
+        undecided: list[NamedLeaf] = []
+        has_other_dim = False
+        for what, (leaves, _) in trees.items():
+            first = None
+            if what != "kwargs":
+                num_rows = _rows_of(leaves, what)
+                _check_enough(num_rows, self._max_microbatches if training else 1, "the batch")
+                first = batch_tensor(leaves)
+                assert first is not None, "it has rows"
+                sure.append(first)
+                has_other_dim = has_other_dim or (what == "input" and first.is_square)
+            sure += [leaf for leaf in leaves if leaf.is_declared]
+            undecided += [leaf for leaf in leaves if leaf.is_undecided and leaf is not first]
+        return _Given(trees, sure, undecided, has_other_dim)
 
     def _agree(
         self, given: _Given, facts: _Facts, kind: KindFacts, problem: str | None
@@ -355,14 +361,16 @@ class BatchSplitter:
 @final
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The tensors of a rank that may have rows.
+    """What a rank has of a batch.
 
     Attributes:
+        trees: the arguments that its stages take, by what errors call them.
         sure: those that have rows: the first of input and target, and what the user said.
         undecided: those whose length says whether they have.
         has_other_dim: whether another dim of the input is as long as the batch.
     """
 
+    trees: Mapping[str, NamedLeaves] = field(default_factory=dict)
     sure: Sequence[NamedLeaf] = ()
     undecided: Sequence[NamedLeaf] = ()
     has_other_dim: bool = False
