@@ -37,6 +37,12 @@ def test_the_bytes_are_those_of_the_rank_and_the_largest_are_named() -> None:
         (Layout(microbatches=4), 0, "after forward 2 of 4"),
         (Layout(pp=2, chunks=2, microbatches=4, schedule="v-half"), 0, "after forward 5 of 8"),
         (Layout(pp=2, chunks=2, microbatches=4, schedule="dualpipe-v"), 0, "after forward 6 of 8"),
+        # 0F0 ... 0F6 7F0 7I0 7W0 7F1 ...: more than the first rounds of its microbatches
+        (
+            Layout(pp=4, chunks=2, microbatches=16, schedule="dualpipe-v"),
+            0,
+            "after forward 12 of 32",
+        ),
         # 1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2: four are kept, with gradients from 2W0 on
         (Layout(pp=2, chunks=2, microbatches=4, schedule="v-min"), 1, "after forward 6 of 8"),
         # 0F0 0F1 3F0 3I0 3W0 0I0 0W0 3F1: the first rank has three before it has gradients, only
