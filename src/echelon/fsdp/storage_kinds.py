@@ -22,15 +22,28 @@ from torch._C import DisableTorchFunctionSubclass
 from echelon.comm.buffers import out_of_memory
 from echelon.comm.streams import device_of
 from echelon.comm.work import Work
-from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
+from echelon.fsdp.local_shard import LocalShard, ShardDevices
 from echelon.fsdp.policy import Layout, Offload
 from echelon.fsdp.shard_layout import ALIGN_NBYTES, layout_by_element, layout_by_rows, place_order
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Member
 
 
+class _StaysUnsharded(Storage):
+    """A storage whose ``unsharded`` is valid after each refresh, when all ranks have met."""
+
+    def unshard(self, *, async_op: bool = False) -> None:
+        pass
+
+    def wait_for_unshard(self) -> None:
+        pass
+
+    def reshard(self) -> None:
+        pass
+
+
 @final
-class SharedStorage(Storage):
+class SharedStorage(_StaysUnsharded):
     """One unsharded buffer that all ranks of the group share."""
 
     shares_unsharded = True
@@ -47,9 +60,7 @@ class SharedStorage(Storage):
                 first = sum(self.layout.numels_by_rank[: self.group.rank])
                 self.flat_shard = buffer[first : first + self.shard_numel]
         else:
-            self._local = make_masters(
-                self.shard_numel, self.dtype, self.compute_dtype, self.devices
-            )
+            self._local = LocalShard(self.shard_numel, self.dtype, self.compute_dtype, self.devices)
             self.flat_shard, packed = self._local.masters, self._packed_offsets
             self.shards = self._local_shard_views(self._local.masters, packed)
             self._sources = self._local_shard_views(self._local.staged, packed)
@@ -59,15 +70,6 @@ class SharedStorage(Storage):
         if self._local is not None:
             self._local.refresh()
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
-
-    def unshard(self, *, async_op: bool = False) -> None:
-        pass  # the shared buffer is valid since all ranks met after their refresh
-
-    def wait_for_unshard(self) -> None:
-        pass  # nothing is under way
-
-    def reshard(self) -> None:
-        pass  # the buffer belongs to all ranks
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -90,7 +92,8 @@ class GatheredStorage(Storage):
     def _allocate(self) -> None:
         devices = self.devices
         self._device = device_of(devices.device)
-        self._local = make_local_shard(self.part_numel, self.dtype, self.compute_dtype, devices)
+        mirrors, compute = devices.offload is Offload.OPTIMIZER, self.compute_dtype
+        self._local = LocalShard(self.part_numel, self.dtype, compute, devices, mirrors=mirrors)
         self._local.masters[self.shard_numel :].zero_()  # the padding
         self.flat_shard = self._local.masters[: self.shard_numel]
         self.shards = self._local_shard_views(self._local.masters, self._packed_offsets)
@@ -209,7 +212,7 @@ class GatheredStorage(Storage):
 
 
 @final
-class ReplicatedStorage(Storage):
+class ReplicatedStorage(_StaysUnsharded):
     """All elements on every rank: for small units, and for ``NO_SHARD``."""
 
     sharded = False
@@ -219,7 +222,7 @@ class ReplicatedStorage(Storage):
         numel, compute = self.layout.numel, self.compute_dtype
         self.local_ranges = layout_by_element(self.layout.shapes, 1).ranges_of(0)
         self.shard_numel = self.part_numel = numel
-        self._local = make_masters(numel, self.dtype, compute, self.devices)
+        self._local = LocalShard(numel, self.dtype, compute, self.devices)
         self.flat_shard = self._buffer = self._local.masters
         if self.is_recast:
             self._buffer = torch.empty(numel, dtype=compute, device=self.devices.device)
@@ -234,15 +237,6 @@ class ReplicatedStorage(Storage):
         with stream.as_current():
             self._buffer.copy_(self._local.staged, non_blocking=True)
         stream.record_event().wait()  # otherwise forward would read old values
-
-    def unshard(self, *, async_op: bool = False) -> None:
-        pass  # always there
-
-    def wait_for_unshard(self) -> None:
-        pass  # always there
-
-    def reshard(self) -> None:
-        pass  # always there
 
     @property
     def unsharded_nbytes(self) -> int:
