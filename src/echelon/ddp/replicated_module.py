@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon import checks
 from echelon.comm.group import Group
@@ -17,15 +17,17 @@ from echelon.ddp.replicas import TrackedBuffers, replicated_state
 from echelon.errors import StateError
 from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.state.model_state import copy_of, state_of_copies
-from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
+from echelon.state.optimizer_state import (
+    gather_optimizer_state,
+    load_optimizer_state,
+    state_nbytes,
+)
 from echelon.state.sharded_state import (
     HasShards,
     ParameterShards,
     ShardedState,
     parameter_shards_in,
 )
-
-_PREFIX = "module."
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +92,12 @@ class ReplicatedModule(Wrapper, HasShards):
         buckets = self._reducer.buckets
         views = {view.data_ptr() for bucket in buckets for view in bucket.grad_views}
         apart = (p.grad for p in params if p.grad is not None and p.grad.data_ptr() not in views)
-        state = None
-        if optimizer is not None:
-            checks.instance("optimizer", optimizer, torch.optim.Optimizer)
-            values = (value for of_param in optimizer.state.values() for value in of_param.values())
-            state = _nbytes(value for value in values if isinstance(value, Tensor))
         return DDPMemoryStats(
             parameters=_nbytes(params),
             buffers=_nbytes(self.module.buffers()),
             buckets=sum(bucket.held_nbytes for bucket in buckets),
             gradients=_nbytes(apart),
-            optimizer=state,
+            optimizer=None if optimizer is None else state_nbytes(optimizer),
         )
 
     # Of this rank ----------------------------------------------------------------------------
@@ -193,13 +190,3 @@ class ReplicatedModule(Wrapper, HasShards):
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def add_prefix(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
-) -> None:
-    """Add the prefix of the wrapped module to plain keys that a larger module loads."""
-    if metadata.get("assign_to_params_buffers"):
-        raise no_assign("DDP reduces")
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

@@ -27,7 +27,6 @@ from echelon.fsdp.state_dict import (
     copy_parameters,
     holdings_of_shards,
     parameter_shards_of,
-    shard_loader,
     shards_by_id,
     show_parts,
     state_of_parts,
@@ -37,7 +36,7 @@ from echelon.fsdp.unit import Unit
 from echelon.modules.compiled import keep_plain_names, plain_name, plain_state
 from echelon.modules.parameters import ParameterGuard, claim, disclaim
 from echelon.modules.sharded_tensor import is_part, local_shard
-from echelon.modules.wrapper import Wrapper, no_assign
+from echelon.modules.wrapper import Wrapper, no_assign, prefix_loader
 from echelon.state.model_state import check_state, load_model_state, state_of_copies
 from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
@@ -67,7 +66,8 @@ class ShardedModule(Wrapper, HasShards):
         for storage in self._storages():
             claim([*storage.params, *storage.optimizer_params], self, outlives_owner=True)
         guard(module, list(self._named_storages()), self._hooks)
-        self.register_load_state_dict_pre_hook(shard_loader())  # type: ignore[no-untyped-call]
+        hook = prefix_loader("FSDP shards", plain_name)  # shards take their parts of whole values
+        self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         self._wear_forward()
 
     def _take_replaced(self) -> None:

@@ -477,6 +477,13 @@ def install_states(
 # Both ----------------------------------------------------------------------------------------
 
 
+def state_nbytes(optimizer: Optimizer) -> int:
+    """The bytes of all tensors of an optimizer's state."""
+    checks.instance("optimizer", optimizer, Optimizer)
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
 def check_params(optimizer: Optimizer, shards: ShardsByParam, *, exact: bool) -> None:
     """Refuse what is no optimizer, or has parameters that are not in ``shards``.
 
