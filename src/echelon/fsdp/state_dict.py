@@ -14,7 +14,7 @@ from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.modules.sharded_tensor import is_part, mark, sharding_of
-from echelon.state.model_state import copy_of, state_of_copies
+from echelon.state.model_state import copy_of
 from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
@@ -88,12 +88,6 @@ def shards_by_id(storages: Sequence[Storage]) -> dict[int, Tensor]:
         for storage in storages
         for i, (param, shard) in enumerate(zip(storage.params, storage.shards, strict=True))
     }
-
-
-def state_of_parts(module: nn.Module, storages: Sequence[Storage]) -> dict[str, Any]:
-    """The state of ``module`` as copies, in which parts say that they are."""
-    copies = {key: copy_of(shard) for key, shard in shards_by_id(storages).items()}
-    return state_of_copies(module, copies)
 
 
 def show_parts(state: dict[str, Any], parts: Mapping[str, Any]) -> None:
