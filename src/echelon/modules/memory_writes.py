@@ -54,7 +54,8 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         for value in values:
             yield from tensors_in(value)
     elif isinstance(values, Mapping):
-        yield from tensors_in(list(values.values()))
+        for value in values.values():
+            yield from tensors_in(value)
 
 
 class WriteWatch(TorchDispatchMode, ABC):
