@@ -198,7 +198,7 @@ class DDP(ReplicatedModule):
         self._reducer.defer_hooks()
         if self._reducer.buffers_changed and self.module.training:
             self._send_buffers()
-        if is_watched := self._replicas.is_on and not torch.compiler.is_compiling():
+        if is_watched := self._replicas.check.is_on and not torch.compiler.is_compiling():
             self._replicas.begin_forward()
         output = self.module(*args, **kwargs)
         if is_watched:

@@ -99,19 +99,16 @@ class GatheredStorage(Storage):
         self.shards = self._local_shard_views(self._local.masters, self._packed_offsets)
         devices.unshard_stream.wait_for_current()
         with devices.unshard_stream.as_current():
-            self._buffer = self._empty(self.layout.numel if self.rows else self._padded_numel)
+            padded = self.layout.padded_numel
+            self._buffer = self._empty(self.layout.numel if self.rows else padded)
             # It receives the parts of all ranks. By element they are the parameters.
-            self._parts = self._empty(self._padded_numel) if self.rows else self._buffer
+            self._parts = self._empty(padded) if self.rows else self._buffer
         self.unsharded = self.views_in(self._buffer)
         self._moves = self._moves_of_rows() if self.rows else ([], [])
         self._work: Work | None = None  # an all-gather under way
         self._event = devices.unshard_stream.record_event()  # the end of the last all-gather
         self._set_memory(self._parts, allocated=False)
         self.reshard()
-
-    @property
-    def _padded_numel(self) -> int:
-        return self.layout.padded_numel
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.compute_dtype, device=self.devices.device)
@@ -197,7 +194,8 @@ class GatheredStorage(Storage):
             return packed
         part = torch.zeros_like(packed)
         torch._foreach_copy_(
-            self._views_in_part(part), self._local_shard_views(packed, self._packed_offsets)
+            self._local_shard_views(part, self._sent_offsets),
+            self._local_shard_views(packed, self._packed_offsets),
         )
         return part
 
