@@ -17,17 +17,8 @@ from echelon.ddp.replicas import TrackedBuffers, replicated_state
 from echelon.errors import StateError
 from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.state.model_state import copy_of, state_of_copies
-from echelon.state.optimizer_state import (
-    gather_optimizer_state,
-    load_optimizer_state,
-    state_nbytes,
-)
-from echelon.state.sharded_state import (
-    HasShards,
-    ParameterShards,
-    ShardedState,
-    parameter_shards_in,
-)
+from echelon.state.optimizer_state import HasOptimizerState, state_nbytes
+from echelon.state.sharded_state import ParameterShards, ShardedState, parameter_shards_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +55,7 @@ class DDPMemoryStats:
         return nbytes if self.optimizer is None else {**nbytes, "optimizer": self.optimizer}
 
 
-class ReplicatedModule(Wrapper, HasShards):
+class ReplicatedModule(Wrapper, HasOptimizerState):
     """What a replicated model is when it does not train; ``DDP`` makes it and trains it."""
 
     _group: Group
@@ -163,29 +154,6 @@ class ReplicatedModule(Wrapper, HasShards):
         if assign:
             raise no_assign("DDP reduces")
         return self.module.load_state_dict(state_dict, strict=strict)
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of ``optimizer`` by the names of parameters. Nothing is communicated.
-
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``, which
-        ``FSDP.load_optimizer_state_dict`` loads, too.
-
-        Raises:
-            ArgumentError: a parameter of the optimizer is not in this model.
-        """
-        (shards,) = self.parameter_shards()
-        return gather_optimizer_state(optimizer, shards)
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Load the state of an optimizer by name; every rank takes all. Nothing is communicated.
-
-        Raises:
-            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
-        """
-        (shards,) = self.parameter_shards()
-        load_optimizer_state(optimizer, shards.by_param, state)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -37,13 +37,13 @@ from echelon.modules.parameters import ParameterGuard, claim, disclaim
 from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.modules.wrapper import Wrapper, no_assign, prefix_loader
 from echelon.state.model_state import check_state, copy_of, load_model_state, state_of_copies
-from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
-from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
+from echelon.state.optimizer_state import HasOptimizerState
+from echelon.state.sharded_state import ParameterShards, ShardedState
 from echelon.state.state_copy import as_copy
 
 
 @bypass_compiler
-class ShardedModule(Wrapper, HasShards):
+class ShardedModule(Wrapper, HasOptimizerState):
     """What a sharded model is when it does not train; ``FSDP`` makes it and trains it."""
 
     def _attach(
@@ -299,31 +299,6 @@ class ShardedModule(Wrapper, HasShards):
     def shared_over(self) -> tuple[Group, ...]:
         """The group, and that of the replicas where there are several."""
         return self._groups.groups
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The full state of ``optimizer`` by the names of parameters. All ranks call it.
-
-        It is that of an optimizer over the plain model, gathered one tensor at a time:
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
-
-        Raises:
-            ArgumentError: a parameter of the optimizer is not in this model.
-            UnsupportedError: a state is neither a number nor one number for each element.
-            StateError: the optimizers of the ranks hold different states.
-        """
-        (shards,) = self.parameter_shards()
-        return gather_optimizer_state(optimizer, shards)
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Load a full state by name; every rank takes its shards. Nothing is communicated.
-
-        Raises:
-            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
-        """
-        (shards,) = self.parameter_shards()
-        load_optimizer_state(optimizer, shards.by_param, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._check_idle("a copy", "copy the model outside")
