@@ -6,7 +6,7 @@ processes import them by name; ``run_all`` puts them all into one start.
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -120,11 +120,11 @@ def all_ranks_hold_the_same_bits(world: ec.World) -> None:
         assert torch.equal(of_rank_0, tensor)
 
 
-@check
-def overlap_and_manual_give_the_same_bits(world: ec.World) -> None:
-    overlapped = ec.DDP(mlp(torch.float32), world.group, **SMALL)
-    manual = ec.DDP(mlp(torch.float32), world.group, sync="manual", **SMALL)
-    for step in range(5):
+def train_overlapped_beside_manual(world: ec.World, steps: int, sizes: Mapping[str, int]) -> ec.DDP:
+    """Both give the same bits; returns the model that overlaps."""
+    overlapped = ec.DDP(mlp(torch.float32), world.group, **sizes)
+    manual = ec.DDP(mlp(torch.float32), world.group, sync="manual", **sizes)
+    for step in range(steps):
         x = share(rows(step, world.size, dtype=torch.float32), world.rank, world.size)
         for model in (overlapped, manual):
             model.zero_grad()
@@ -132,6 +132,12 @@ def overlap_and_manual_give_the_same_bits(world: ec.World) -> None:
         manual.sync_gradients()
         for a, b in zip(overlapped.parameters(), manual.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+    return overlapped
+
+
+@check
+def overlap_and_manual_give_the_same_bits(world: ec.World) -> None:
+    train_overlapped_beside_manual(world, 5, SMALL)
 
 
 @check

@@ -172,19 +172,6 @@ def test_without_gradients_forward_is_the_modules_own():
     ec.run(main, 2)
 
 
-@pytest.mark.parametrize("sync", ["overlap", "manual"])
-def test_a_second_wrapper_around_the_same_parameters_is_refused(sync):
-    def main(world):
-        model = mlp()
-        ddp = ec.DDP(model, world.group, sync=sync)
-        for again in (ddp, model, nn.Sequential(model), nn.Sequential(ddp), model[0]):
-            with pytest.raises(ec.ArgumentError, match="already"):
-                ec.DDP(again, world.group)
-        ec.DDP(copy.deepcopy(model), world.group)
-
-    alone(main)
-
-
 def test_an_unwrapped_module_keeps_its_gradients_and_can_be_wrapped_again():
     def main(world):
         ddp = ec.DDP(mlp(), world.group, **SMALL)
@@ -201,18 +188,6 @@ def test_an_unwrapped_module_keeps_its_gradients_and_can_be_wrapped_again():
         assert all(torch.equal(grad, before[name]) for name, grad in gradients(again).items())
 
     ec.run(main, 2)
-
-
-def test_a_parameter_unfrozen_after_wrapping_is_an_error():
-    def main(world):
-        model = mlp()
-        model[0].requires_grad_(False)
-        ddp = ec.DDP(model, world.group)
-        model[0].weight.requires_grad_()
-        with pytest.raises(ec.StateError, match=r"'0\.weight' was frozen"):
-            ddp(rows(0, 1))
-
-    alone(main)
 
 
 def test_a_parameter_frozen_after_wrapping_counts_as_unused():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import echelon as ec
 from echelon.comm import streams
 from echelon.errors import StateError
+from tests.modules.test_parameters import ReadingWaits
 
 EVENTS = (
     "step", "gated", "no_sync", "no_sync", "attribution", "unused", "sync", "zero", "none",
@@ -119,14 +120,6 @@ def test_one_rank_adds_to_what_one_keeps_and_one_drops() -> None:
     kept, last = 1 / 7, 1 / 7 + (1 + 3 + 3 + 1 / 7 + 3 + 2 / 7) / 3
     for got in ec.run(played, 3, args=(events, "mean")):
         assert got == [pytest.approx([kept, 2 * kept]), pytest.approx([last, 2 * last])]
-
-
-class ReadingWaits(streams.PlainDevice):
-    """A device on which reading a value waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.reading_waits = True
 
 
 def test_where_reading_waits_ranks_that_enter_no_sync_look_at_what_the_others_have_added(

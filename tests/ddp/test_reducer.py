@@ -8,25 +8,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import echelon as ec
 from echelon.comm import streams
 from echelon.ddp.reducer import Reducer
-from tests.ddp.checks import SMALL
-from tests.ddp.models import Opaque, Output, Wrapping, assert_close, gradients, mlp, rows, share
+from tests.ddp.checks import SMALL, train_overlapped_beside_manual
+from tests.ddp.models import Opaque, Output, Wrapping, assert_close, mlp, rows, share
+from tests.modules.test_parameters import ReadingWaits
 
 
 @pytest.mark.slow
 def test_100_overlapped_repeats_with_unequal_buckets_equal_the_manual_mode_bitwise():
     def main(world):
         sizes = {"bucket_bytes": 600, "first_bucket_bytes": 50}
-        overlapped = ec.DDP(mlp(torch.float32), world.group, **sizes)
-        manual = ec.DDP(mlp(torch.float32), world.group, sync="manual", **sizes)
+        overlapped = train_overlapped_beside_manual(world, 100, sizes)
         assert len({bucket.nbytes for bucket in overlapped.buckets}) > 2
-        for step in range(100):
-            x = share(rows(step, 3, dtype=torch.float32), world.rank, 3)
-            for model in (overlapped, manual):
-                model.zero_grad()
-                model(x).pow(2).sum().backward()
-            manual.sync_gradients()
-            for a, b in zip(overlapped.parameters(), manual.parameters(), strict=True):
-                assert torch.equal(a.grad, b.grad)
 
     ec.run(main, 3)
 
@@ -172,52 +164,6 @@ def test_the_output_may_hide_in_an_object(form):
     ec.run(main, 2)
 
 
-class Failing(torch.autograd.Function):
-    """The identity; its backward fails when told to."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.fails:
-            raise KeyError("no backward today")
-        return grad, None
-
-
-class FailsInTheMiddle(nn.Module):
-    """Two linear layers with a failure between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 4)
-        self.second = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, fails: bool) -> Tensor:
-        return self.second(Failing.apply(self.first(x), fails))
-
-
-def test_the_step_after_an_aborted_backward_is_right():
-    def main(world):
-        torch.manual_seed(0)
-        ddp = ec.DDP(FailsInTheMiddle().double(), world.group, bucket_bytes=0, first_bucket_bytes=0)
-        x = share(rows(0, 2), world.rank, 2)
-        ddp(x, False).sum().backward()
-        expected = gradients(ddp)
-        for _ in range(3):
-            ddp.zero_grad()
-            with pytest.raises(KeyError, match="no backward today"):
-                ddp(x, True).sum().backward()
-            ddp.zero_grad()
-            ddp(x, False).sum().backward()
-            for name, grad in gradients(ddp).items():
-                assert torch.equal(grad, expected[name])
-
-    ec.run(main, 2)
-
-
 def test_a_failed_forward_on_one_rank_may_be_tried_again():
     def main(world):
         ddp = ec.DDP(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), world.group)
@@ -294,14 +240,6 @@ def test_memory_of_buckets_is_told_and_returned():
     assert 4 * numel <= at_work["gradients"] < 4 * (numel + 5 * 16)  # five gradients, aligned
     assert at_work["communication"] == wire
     assert afterwards == {"gradients": 0, "communication": 0}
-
-
-class ReadingWaits(streams.PlainDevice):
-    """A device on which reading a value waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.reading_waits = True
 
 
 def test_a_parameter_that_a_rank_froze_is_told_one_step_late_where_reading_waits(monkeypatch):

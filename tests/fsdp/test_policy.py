@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import echelon as ec
 from echelon.comm.world import World
-from echelon.errors import ArgumentError, ModelMismatch
+from echelon.errors import ArgumentError
 from echelon.fsdp.policy import FSDPOptions
 from tests.fsdp.checking import shard
-from tests.fsdp.models import Block, batch, build, loss_of
+from tests.fsdp.models import batch, build, loss_of
 
 # --- precision -----------------------------------------------------------------------------------
 
@@ -125,8 +125,6 @@ def refused(make: Callable[[World], object], world: World) -> None:
         (lambda world: shard(world, units="blocks"), "units is 'blocks'"),
         (lambda world: shard(world, "model"), "give a torch.nn.Module"),
         (lambda world: ec.FSDP(build(), world), "give a Group"),
-        (lambda world: shard(world, shard(world)), "belongs to FSDP already"),
-        (lambda world: shard(world, shard(world).module), "belongs to FSDP already"),
         (lambda world: shard(world, ignored=[nn.Linear(1, 1)]), "not in the model"),
     ],
 )
@@ -144,15 +142,6 @@ def test_a_parameter_shared_with_an_ignored_module_is_named() -> None:
         ArgumentError, match="'weight' of module 'tokens' is shared with an ignored"
     ):
         ec.run(main, 2)
-
-
-def test_different_models_are_named() -> None:
-    with pytest.raises(ModelMismatch, match=r"'up\.weight'"):
-        ec.run(lambda world: shard(world, Block(6, 7 + world.rank), units=ec.units.whole()), 2)
-    with pytest.raises(ModelMismatch, match="values of parameter"):
-        ec.run(lambda world: shard(world, build(seed=world.rank), init="verify"), 2)
-    with pytest.raises(ModelMismatch, match="option 'layout'"):
-        ec.run(lambda world: shard(world, layout=("flat", "rows")[world.rank]), 2)
 
 
 def ignores(world: World) -> None:

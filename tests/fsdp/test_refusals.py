@@ -96,21 +96,9 @@ def raises(error: type[Exception], words: str, make: Callable[[World], object]) 
     ec.run(main, 2)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda world: fsdp(world, fsdp(world, Ties()).module.bodies[0]),
-        lambda world: fsdp(world, nn.Sequential(fsdp(world, Ties()))),
-        lambda world: ec.DDP(fsdp(world, Ties()), world.group),
-        lambda world: ec.DDP(fsdp(world, Ties()).module, world.group),
-        lambda world: fsdp(world, ec.DDP(Ties(), world.group)),
-        lambda world: fsdp(world, nn.Sequential(ec.DDP(Ties(), world.group))),
-    ],
-)
-def test_a_second_wrapper_around_a_parameter_is_refused(make: Callable[[World], object]) -> None:
-    raises(
-        ArgumentError, r"weight' belongs to (FSDP|DDP) already: wrap the plain module once", make
-    )
+def filled(layer: nn.Linear, value: float) -> nn.Linear:
+    nn.init.constant_(layer.weight, value)
+    return layer
 
 
 def by_rank(model: nn.Module, rank: int) -> nn.Module:
@@ -141,6 +129,15 @@ def by_rank(model: nn.Module, rank: int) -> nn.Module:
             r"parameter '0\.weight':\n  rank 0: float32\[2, 2\]\n  rank 1: float32\[2, 2\] frozen",
             lambda w: fsdp(w, nn.Sequential(by_rank(nn.Linear(2, 2), w.rank), nn.Linear(2, 2))),
         ),
+        (
+            r"parameter '0\.weight':\n  rank 0: float32\[6, 2\]\n  rank 1: float32\[7, 2\]",
+            lambda w: fsdp(w, nn.Sequential(nn.Linear(2, 6 + w.rank))),
+        ),
+        (
+            r"the values of parameter '0\.weight'",
+            lambda w: fsdp(w, nn.Sequential(filled(nn.Linear(2, 2), w.rank)), init="verify"),
+        ),
+        ("option 'layout'", lambda w: fsdp(w, Ties(), layout=("flat", "rows")[w.rank])),
         ("option 'use_orig_params'", lambda w: fsdp(w, Ties(), use_orig_params=bool(w.rank))),
     ],
 )

@@ -15,6 +15,7 @@ from echelon.comm import streams
 from echelon.comm.streams import StreamEvent
 from echelon.diagnosis import rank_time
 from echelon.modules import data_watch
+from tests.modules.test_parameters import ReadingWaits
 from tests.processes import run_python
 from tests.worlds import run_world
 
@@ -158,11 +159,7 @@ class LateStream(streams.Stream):
         return Late(5)
 
 
-class LateDevice(streams.PlainDevice):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.reading_waits = True
-
+class LateDevice(ReadingWaits):
     def current_stream(self) -> LateStream:
         return LateStream()
 

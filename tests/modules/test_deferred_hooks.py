@@ -129,6 +129,12 @@ def test_an_optimizer_steps_in_hooks_as_in_one_process(kind: str, ranks: int) ->
                 )
 
 
+def wrapped(module: nn.Module, world: ec.World, technique: str, **options: Any) -> Any:
+    if technique == "ddp":
+        return ec.DDP(module, world.group, **options)
+    return ec.FSDP(module, world.group, **FSDP, **options)
+
+
 def log_gradients(world: ec.World, technique: str) -> None:
     """A logger adds up what it sees; under ``no_sync`` it sees nothing until the reduction."""
     module = net()
@@ -136,9 +142,7 @@ def log_gradients(world: ec.World, technique: str) -> None:
     handle = module[0].bias.register_post_accumulate_grad_hook(
         lambda p: seen.append(p.grad.clone())
     )
-    model: Any = (
-        ec.DDP(module, world.group) if technique == "ddp" else ec.FSDP(module, world.group, **FSDP)
-    )
+    model = wrapped(module, world, technique)
     with model.no_sync():
         loss_of(model, rows(0)[world.rank :: world.size]).backward()
     assert not seen
@@ -160,9 +164,7 @@ def keep_hooks(world: ec.World, technique: str) -> None:
     module = net()
     names: list[str] = []
     module[0].weight.register_post_accumulate_grad_hook(lambda p: names.append("weight"))
-    model: Any = (
-        ec.DDP(module, world.group) if technique == "ddp" else ec.FSDP(module, world.group, **FSDP)
-    )
+    model = wrapped(module, world, technique)
     loss_of(model, rows(0)).backward()
     loss_of(copy.deepcopy(model), rows(0)).backward()
     assert names == ["weight"]
@@ -188,10 +190,7 @@ def skip_on_some(world: ec.World, technique: str) -> None:
                 x = self.layers[i](x)
             return x
 
-    whole = Picks()
-    model: Any = (
-        ec.DDP(whole, world.group) if technique == "ddp" else ec.FSDP(whole, world.group, **FSDP)
-    )
+    model = wrapped(Picks(), world, technique)
     model(torch.ones(1, 2, dtype=torch.float64), [0, 1] if world.rank else [0]).sum().backward()
     assert sorted(names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     assert len(set(world.group.all_gather_object(tuple(names)))) == 1, "in one order"
@@ -202,9 +201,7 @@ def leave_ignored(world: ec.World, technique: str) -> None:
     module = net()
     seen: list[torch.Size] = []
     module[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
-    kind: Any = ec.DDP if technique == "ddp" else ec.FSDP
-    options = {} if technique == "ddp" else FSDP
-    model = kind(module, world.group, ignored=[module[2].bias], **options)
+    model = wrapped(module, world, technique, ignored=[module[2].bias])
     with model.no_sync():
         loss_of(model, rows(0)).backward()
     assert seen == [torch.Size([1])]

@@ -115,10 +115,10 @@ def test_neither_a_part_nor_the_whole_is_wrapped_again(outer: str, inner: str) -
             net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
             kept = OWNERS[inner](first(net), world.group)
             name = inner.split()[-1]
-            with pytest.raises(ec.ArgumentError, match=f"weight' belongs to {name} already"):
-                OWNERS[outer](second(net), world.group)
-            with pytest.raises(ec.ArgumentError, match=f"belongs to {name} already"):
-                OWNERS[outer](kept, world.group)
+            text = f"weight' belongs to {name} already: wrap the plain module once"
+            for again in (second(net), kept, nn.Sequential(kept)):
+                with pytest.raises(ec.ArgumentError, match=text):
+                    OWNERS[outer](again, world.group)
 
     ec.run(main, 2)
 
@@ -128,6 +128,7 @@ def test_what_a_ddp_has_left_can_be_wrapped_again() -> None:
         net = nn.Linear(2, 2)
         ec.DDP(net, world.group).unwrap()
         wrapped = ec.DDP(net, world.group)
+        ec.DDP(copy.deepcopy(net), world.group)
         del wrapped
         gc.collect()
         ec.FSDP(net, world.group)

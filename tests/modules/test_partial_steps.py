@@ -54,7 +54,8 @@ def check_parts(world: ec.World, name: str) -> None:
     before = model.state_dict()
     optimizer = OPTIMIZERS[name](matrices(model))
     model(rows(world.rank)).square().mean().backward()
-    with pytest.raises(UnsupportedError, match=rf"a step of {name} .* FSDP shards parameters"):
+    text = rf"a step of {name} looks at (whole tensors|all parameters).*FSDP shards parameters"
+    with pytest.raises(UnsupportedError, match=text):
         optimizer.step(lambda: torch.zeros(()))
     after = model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())

@@ -7,35 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import echelon as ec
 from echelon.errors import UnsupportedError
-from tests import reference
-
-CLOSE = {"rtol": 1e-11, "atol": 1e-13}
-ROWS = reference.rows(0, 4, 6)
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 7), nn.Linear(7, 1)).double()
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def staged(world: ec.World, text: str) -> ec.Pipeline:
-    options = {"fsdp": {"min_num_params": 0}} if "shard" in text else {}
-    plan = ec.Plan.parse(text, microbatches=2, **options)
-    layers = [nn.Sequential(*build()[:2]), nn.Sequential(*build()[2:])]
-    units = ec.units.by_type(nn.Linear) if plan.shard > 1 else None
-    model = ec.parallelize(layers, plan, world, loss_fn=mean_square, units=units)
-    assert isinstance(model, ec.Pipeline)
-    model.step(ROWS, target=ROWS)
-    return model
-
+from tests.modules.test_sharded_norms import CLOSE, build, rows, staged
 
 # What scripts make of all gradients, one number after the other.
 SUMS: dict[str, Callable[[list[Tensor]], Any]] = {
@@ -54,7 +30,7 @@ def check_sums_of_stages(world: ec.World, text: str) -> None:
     model = staged(world, text)
     named = dict(model.named_parameters())
     expected = build()
-    expected(ROWS).square().mean().backward()
+    expected(rows(0)).square().mean().backward()
     for name, param in expected.named_parameters():
         if name not in named:
             continue

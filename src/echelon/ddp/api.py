@@ -22,7 +22,7 @@ from echelon.ddp.replicas import (
     broadcast_buffers,
     broadcast_parameters,
 )
-from echelon.ddp.replicated_module import ReplicatedModule, add_prefix
+from echelon.ddp.replicated_module import ReplicatedModule
 from echelon.ddp.reports import BucketInfo, Unused
 from echelon.errors import StateError
 from echelon.modules.autograd import in_transform
@@ -43,9 +43,8 @@ from echelon.modules.parameters import (
     disclaim,
     ignored_parameters,
 )
+from echelon.modules.wrapper import prefix_loader
 from echelon.page import html_of
-
-_PREFIX = "module."
 
 
 class DDP(ReplicatedModule):
@@ -174,7 +173,8 @@ class DDP(ReplicatedModule):
         self._reducer = Reducer(named, group, options, self._replicas, changed_buffers)
         self._begin: Callable[[Tensor], None] = lambda _: self._reducer.prepare_for_backward()
         self._attached = True
-        self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]
+        hook = prefix_loader("DDP reduces")
+        self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         self._wear_forward()
 
     # Training --------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class DDP(ReplicatedModule):
         self._reducer.defer_hooks()
         if self._reducer.buffers_changed and self.module.training:
             self._send_buffers()
-        if is_watched := self._replicas.is_on and not torch.compiler.is_compiling():
+        if is_watched := self._replicas.check.is_on and not torch.compiler.is_compiling():
             self._replicas.begin_forward()
         output = self.module(*args, **kwargs)
         if is_watched:

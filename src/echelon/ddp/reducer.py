@@ -228,7 +228,7 @@ class Reducer:
         if self.rounds is not None:
             backward.num_contributors = len(self.rounds.announce(JoinStep.BACKWARD))
         else:  # a rank without batches does not step, so its parameters are other ones
-            self._replicas.count_reduction()
+            self._replicas.check.count_reduction()
         if self._state.reduced:
             self._state.check_unmixed(self.buckets, arrived)
         # A gradient that has arrived on top of a reduced one is a local one, with its share in it.
@@ -372,9 +372,9 @@ class Reducer:
         notices = self.buckets[-1].notices
         if self._changed_buffers is not None and not self.buffers_changed:
             self._buffers_answer.take(notices[BUFFERS_CHANGED].view(1))
-        self._trainable.take_answer(notices[TRAINABLE_CHANGED].view(1))
-        if self._replicas.is_on and self.rounds is None:
-            self._replicas.take_answer(notices[PARAMETERS_WRITTEN].view(1))
+        self._trainable.answer.take(notices[TRAINABLE_CHANGED].view(1))
+        if self._replicas.check.is_on and self.rounds is None:
+            self._replicas.answer.take(notices[PARAMETERS_WRITTEN].view(1))
         return UnusedIndices(sorted(here), sorted(everywhere))
 
     def _divisor_of(self, backward: BackwardRecord) -> float:

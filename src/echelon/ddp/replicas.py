@@ -173,12 +173,14 @@ class ReplicaWatch:
 
     Attributes:
         is_written: whether a forward of this rank wrote a parameter since all ranks were told.
+        check: compares them. All ranks count a reduction at its beginning.
+        answer: the reduced ``is_written`` of all ranks, zero if no rank has.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, every: int) -> None:
         self.is_written = False
         self._named = list(named)
-        self._check = ReplicaCheck(
+        self.check = ReplicaCheck(
             lambda: self._named,
             lambda: (),
             group,
@@ -189,12 +191,7 @@ class ReplicaWatch:
         self._params = [param for _, param in named]
         self._placed = [p for p in self._params if type(p) is nn.Parameter]
         self._versions: tuple[list[int], list[int]] = [], []
-        self._answer = LateAnswer()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything to compare."""
-        return self._check.is_on
+        self.answer = LateAnswer()
 
     def begin_forward(self) -> None:
         """Remember how often parameters were written."""
@@ -209,18 +206,10 @@ class ReplicaWatch:
         # Twice in each forward, over all parameters: loops that stay in C.
         return list(map(_version, self._params)), list(map(Tensor.data_ptr, self._placed))
 
-    def take_answer(self, answer: Tensor) -> None:
-        """Take the reduced ``is_written`` of all ranks: zero if no rank has."""
-        self._answer.take(answer)
-
     def compare_if_written(self, *, at_once: bool) -> None:
         """Compare if a forward of any rank wrote; as ``TrainableParameters.compare``."""
-        if self.is_on and self._answer.is_yes(at_once=at_once):
-            self._check.compare()
-
-    def count_reduction(self) -> None:
-        """Compare if it is time to. All ranks call it at the beginning of each reduction."""
-        self._check.count_reduction()
+        if self.check.is_on and self.answer.is_yes(at_once=at_once):
+            self.check.compare()
 
 
 def replicated_state(

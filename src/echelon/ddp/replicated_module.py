@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon import checks
 from echelon.comm.group import Group
@@ -17,15 +17,8 @@ from echelon.ddp.replicas import TrackedBuffers, replicated_state
 from echelon.errors import StateError
 from echelon.modules.wrapper import Wrapper, no_assign
 from echelon.state.model_state import copy_of, state_of_copies
-from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
-from echelon.state.sharded_state import (
-    HasShards,
-    ParameterShards,
-    ShardedState,
-    parameter_shards_in,
-)
-
-_PREFIX = "module."
+from echelon.state.optimizer_state import HasOptimizerState, state_nbytes
+from echelon.state.sharded_state import ParameterShards, ShardedState, parameter_shards_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,7 @@ class DDPMemoryStats:
         return nbytes if self.optimizer is None else {**nbytes, "optimizer": self.optimizer}
 
 
-class ReplicatedModule(Wrapper, HasShards):
+class ReplicatedModule(Wrapper, HasOptimizerState):
     """What a replicated model is when it does not train; ``DDP`` makes it and trains it."""
 
     _group: Group
@@ -90,17 +83,12 @@ class ReplicatedModule(Wrapper, HasShards):
         buckets = self._reducer.buckets
         views = {view.data_ptr() for bucket in buckets for view in bucket.grad_views}
         apart = (p.grad for p in params if p.grad is not None and p.grad.data_ptr() not in views)
-        state = None
-        if optimizer is not None:
-            checks.instance("optimizer", optimizer, torch.optim.Optimizer)
-            values = (value for of_param in optimizer.state.values() for value in of_param.values())
-            state = _nbytes(value for value in values if isinstance(value, Tensor))
         return DDPMemoryStats(
             parameters=_nbytes(params),
             buffers=_nbytes(self.module.buffers()),
             buckets=sum(bucket.held_nbytes for bucket in buckets),
             gradients=_nbytes(apart),
-            optimizer=state,
+            optimizer=None if optimizer is None else state_nbytes(optimizer),
         )
 
     # Of this rank ----------------------------------------------------------------------------
@@ -167,39 +155,6 @@ class ReplicatedModule(Wrapper, HasShards):
             raise no_assign("DDP reduces")
         return self.module.load_state_dict(state_dict, strict=strict)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of ``optimizer`` by the names of parameters. Nothing is communicated.
-
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``, which
-        ``FSDP.load_optimizer_state_dict`` loads, too.
-
-        Raises:
-            ArgumentError: a parameter of the optimizer is not in this model.
-        """
-        (shards,) = self.parameter_shards()
-        return gather_optimizer_state(optimizer, shards)
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Load the state of an optimizer by name; every rank takes all. Nothing is communicated.
-
-        Raises:
-            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
-        """
-        (shards,) = self.parameter_shards()
-        load_optimizer_state(optimizer, shards.by_param, state)
-
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def add_prefix(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
-) -> None:
-    """Add the prefix of the wrapped module to plain keys that a larger module loads."""
-    if metadata.get("assign_to_params_buffers"):
-        raise no_assign("DDP reduces")
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

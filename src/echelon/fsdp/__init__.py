@@ -30,7 +30,7 @@ reduction in ``gradients``.
 ``sharded_module``    what a sharded model is when it does not train
 ``fsdp_view``         what ``ec.show`` says about a sharded model
 ``unit_info``         the units, shards and memory of a model, as users see them
-``state_dict``        copies of parameters, hooks that load them, and the ranges of this rank
+``state_dict``        copies of parameters, parts of states, and the ranges of this rank
 
 A new strategy is a member of ``Strategy`` with its row in the table of ``policy``. If its memory is
 of a new kind, add a subclass of ``Storage`` with its condition in ``storage_kinds.make_storage``.

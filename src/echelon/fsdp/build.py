@@ -20,6 +20,7 @@ from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.local_shard import ShardDevices
 from echelon.fsdp.policy import FSDPOptions, MixedPrecision, Offload
+from echelon.fsdp.state_dict import homes_of
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.storage_kinds import copy_storage, make_storage
 from echelon.fsdp.unit import Unit
@@ -142,9 +143,7 @@ def _units_of(
 
 def _fill(plan: UnitPlan, storages: list[Storage], values: InitialValues) -> list[Storage]:
     """Give the parameters of a unit their initial values, and shard them."""
-    homes = {
-        id(param): (storage, i) for storage in storages for i, param in enumerate(storage.params)
-    }
+    homes = homes_of(storages)
     # In the order of the model, in which the parameters of one module follow each other.
     for member in plan.members:
         storage, i = homes[id(member.param)]

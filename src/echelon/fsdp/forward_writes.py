@@ -19,13 +19,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 from echelon.modules.memory_overlap import span_of
-from echelon.modules.memory_writes import memory_of, written_by
+from echelon.modules.memory_writes import WriteWatch, memory_of
 from echelon.modules.replica_check import is_turn
 
 _EVERY = 256
@@ -57,13 +55,13 @@ class ForwardWatch:
 
 
 @final
-class _OperatorWatch(TorchDispatchMode):
+class _OperatorWatch(WriteWatch):
     """Refuses operators that write into unsharded parameters."""
 
     supports_higher_order_operators = True
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._by_memory: dict[int, list[tuple[Unit, Storage]]] = {}
         for unit in units:
             for storage in unit.losing_writes:
@@ -71,23 +69,10 @@ class _OperatorWatch(TorchDispatchMode):
                 self._by_memory.setdefault(memory, []).append((unit, storage))
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operator imports the compiler, which takes seconds
-
-    @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # else compiled units run without the compiler
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        named = kwargs or {}
-        if isinstance(func, OpOverload):
-            for tensor in written_by(func, args, named):
-                self._check(tensor)
-        return func(*args, **named)
-
-    def _check(self, tensor: Tensor) -> None:
+    def check(self, tensor: Tensor) -> None:
         for unit, storage in self._by_memory.get(memory_of(tensor), ()):
             if not storage.is_filling and (name := _written(storage, tensor)) is not None:
                 raise unit.refusal(name)

@@ -75,7 +75,8 @@ class GradientReducer:
     def set_aside(self, u: int) -> list[list[bool] | None]:
         """Take what a unit has off its parameters, kept gradients and reduced ones."""
         shards = self._units[u].gradient_shards
-        asides = [shard.set_aside() for shard in shards]
+        with DisableTorchFunctionSubclass():
+            asides = [shard.set_aside() for shard in shards]
         self._kept[u] = None
         if any(aside.kept for aside in asides):
             kept: list[Tensor | None] = []
@@ -254,7 +255,7 @@ class GradientReducer:
         ModelMismatch on every rank, which names the parameter and the ranks that have frozen it.
         """
         self._trainable.compare(at_once=True)
-        self._trainable.take_answer(changed)
+        self._trainable.answer.take(changed)
         self._trainable.compare(at_once=False)
 
     def drop_unused(self) -> None:

@@ -331,12 +331,8 @@ class GradientShard:
     def set_aside(self) -> SetAside:
         """Take gradients off their parameters, so that backward accumulates new ones.
 
-        Reduced ones stay in ``views``, to be added to.
+        Reduced ones stay in ``views``, to be added to. The caller disables functions of parts.
         """
-        with DisableTorchFunctionSubclass():
-            return self._set_aside()
-
-    def _set_aside(self) -> SetAside:
         params = self.storage.optimizer_params
         gradients = list(map(grad_of, params))
         if all(map(is_, gradients, repeat(None))):

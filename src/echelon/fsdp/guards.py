@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer
 
 from echelon.errors import StateError
 from echelon.fsdp.hooks import Hooks
-from echelon.fsdp.state_dict import Home, homes_of
 from echelon.fsdp.storage import Storage
 from echelon.modules.optimizer_hooks import StepCheck, add_step_check, remove_step_check
 from echelon.modules.optimizer_trial import Cut
@@ -46,14 +45,14 @@ def unguard(module: nn.Module, storages: Sequence[Storage]) -> None:
 class ModuleGuard:
     """The hooks on one module that has sharded parameters: before calls, and around its state.
 
-    ``homes`` has the sharded parameters by their names in the module. ``check_call`` is called
-    before each forward of the module.
+    ``sharded`` has the names of sharded parameters in the module. ``check_call`` is called before
+    each forward of the module.
     """
 
     def __init__(
-        self, homes: dict[str, Home], check_call: Callable[[], None] | None = None
+        self, sharded: Sequence[str], check_call: Callable[[], None] | None = None
     ) -> None:
-        self._homes, self._check_call = homes, check_call
+        self._sharded, self._check_call = sharded, check_call
 
     def before_call(self, module: nn.Module, inputs: object) -> None:
         """Refuse a forward that would use shards."""
@@ -62,7 +61,7 @@ class ModuleGuard:
 
     def before_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Refuse the state of a module while a parameter is sharded, unless with ``keep_vars``."""
-        for local in self._homes:
+        for local in self._sharded:
             param = module._parameters.get(local)
             if not keep_vars and param is not None and is_part(param):
                 sharding = sharding_of(param)
@@ -104,13 +103,9 @@ def _guard_modules(
     ``check_call`` is called before each forward of ``module`` itself.
     """
     _unguard_modules(module)
-    homes = homes_of([storage for storage in storages if storage.sharded])
+    sharded = {id(param) for storage in storages if storage.sharded for param in storage.params}
     for submodule in module.modules():
-        guarded = {
-            local: homes[id(param)]
-            for local, param in submodule._parameters.items()
-            if id(param) in homes
-        }
+        guarded = [local for local, p in submodule._parameters.items() if id(p) in sharded]
         if guarded or submodule is module:
             guard = ModuleGuard(guarded, check_call if submodule is module else None)
             if submodule is module:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from typing import final
 
 import torch
@@ -90,8 +89,16 @@ def _order(*streams: Stream) -> None:
         stream.wait_for_current()
 
 
-class LocalShard(ABC):
+@final
+class LocalShard:
     """The shard of one rank.
+
+    Masters on the device are cast for each all-gather. Those on the host are cast there once a
+    step, so that half the bytes cross the bus for a dtype of half the width, and every all-gather
+    copies them to the device, unless that mirrors them.
+
+    Args:
+        mirrors: whether the device keeps the values of masters on the host, in the compute dtype.
 
     Attributes:
         masters: the shard that the optimizer sees, 1D.
@@ -99,122 +106,48 @@ class LocalShard(ABC):
             where it is read directly.
     """
 
-    masters: Tensor
-    staged: Tensor
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        compute: torch.dtype,
+        devices: ShardDevices,
+        *,
+        mirrors: bool = False,
+    ) -> None:
+        self._devices, self._compute, self._is_on_host = devices, compute, devices.offloads
+        self.masters = self.staged = devices.empty_shard(numel, dtype)
+        if self._is_on_host and dtype != compute:
+            self.staged = devices.empty_on_host(numel, compute)
+        self._mirror: Tensor | None = None
+        if mirrors:
+            self._mirror = torch.empty(numel, dtype=compute, device=devices.device)
 
-    @abstractmethod
     def refresh(self) -> None:
         """Copy the masters to all other memory of the shard, which no unshard reads now."""
+        if self.staged is not self.masters:
+            self.staged.copy_(self.masters)
+        if self._mirror is not None:
+            with self._devices.unshard_stream.as_current():
+                self._mirror.copy_(self.staged, non_blocking=True)
 
-    @abstractmethod
     def send_buffer(self) -> Tensor:
         """The shard on the device in the compute dtype; called on the unshard stream."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """The bytes on the device while the unit is sharded."""
-
-    @property
-    @abstractmethod
-    def host_nbytes(self) -> int:
-        """The bytes in the memory of the host, where that is another memory."""
-
-
-def make_masters(
-    numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
-) -> LocalShard:
-    """The shard of a storage whose unsharded buffer is always on the device."""
-    return (HostShard if devices.offloads else DeviceShard)(numel, dtype, compute, devices)
-
-
-def make_local_shard(
-    numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
-) -> LocalShard:
-    """The shard of a storage that all-gathers read, in the dtype ``compute``."""
-    if devices.offload is Offload.OPTIMIZER:
-        return MirroredShard(HostShard(numel, dtype, compute, devices), devices)
-    return make_masters(numel, dtype, compute, devices)
-
-
-@final
-class DeviceShard(LocalShard):
-    """Masters on the device; cast for each all-gather where the dtypes differ."""
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
-    ) -> None:
-        self.masters = devices.empty_shard(numel, dtype)
-        self.staged = self.masters
-        self._compute = compute
-
-    def refresh(self) -> None:
-        pass  # all-gathers read the masters themselves
-
-    def send_buffer(self) -> Tensor:
+        if self._mirror is not None:
+            return self._mirror
+        if self._is_on_host:
+            return self._devices.to_device(self.staged)
         return self.masters.to(self._compute)
 
     @property
     def nbytes(self) -> int:
-        return self.masters.nbytes
+        """The bytes on the device while the unit is sharded."""
+        kept = self._mirror if self._is_on_host else self.masters
+        return 0 if kept is None else kept.nbytes
 
     @property
     def host_nbytes(self) -> int:
-        return 0
-
-
-@final
-class HostShard(LocalShard):
-    """Masters on the host, cast there once a step; every all-gather copies them to the device.
-
-    The host casts, so that half the bytes cross the bus for a dtype of half the width.
-    """
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, compute: torch.dtype, devices: ShardDevices
-    ) -> None:
-        self._devices = devices
-        self.masters = devices.empty_shard(numel, dtype)
-        self.staged = self.masters if dtype == compute else devices.empty_on_host(numel, compute)
-
-    def refresh(self) -> None:
-        if self.staged is not self.masters:
-            self.staged.copy_(self.masters)
-
-    def send_buffer(self) -> Tensor:
-        return self._devices.to_device(self.staged)
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
-    @property
-    def host_nbytes(self) -> int:
+        """The bytes in the memory of the host, where that is another memory."""
+        if not self._is_on_host:
+            return 0
         return self.masters.nbytes + (0 if self.staged is self.masters else self.staged.nbytes)
-
-
-@final
-class MirroredShard(LocalShard):
-    """Masters on the host, and their values in the compute dtype on the device."""
-
-    def __init__(self, on_host: HostShard, devices: ShardDevices) -> None:
-        self._on_host, self._devices = on_host, devices
-        self.masters, self.staged = on_host.masters, on_host.staged
-        numel, dtype = self.staged.numel(), self.staged.dtype
-        self._mirror = torch.empty(numel, dtype=dtype, device=devices.device)
-
-    def refresh(self) -> None:
-        self._on_host.refresh()
-        with self._devices.unshard_stream.as_current():
-            self._mirror.copy_(self.staged, non_blocking=True)
-
-    def send_buffer(self) -> Tensor:
-        return self._mirror
-
-    @property
-    def nbytes(self) -> int:
-        return self._mirror.nbytes
-
-    @property
-    def host_nbytes(self) -> int:
-        return self._on_host.host_nbytes

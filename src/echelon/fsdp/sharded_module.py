@@ -27,25 +27,23 @@ from echelon.fsdp.state_dict import (
     copy_parameters,
     holdings_of_shards,
     parameter_shards_of,
-    shard_loader,
     shards_by_id,
     show_parts,
-    state_of_parts,
 )
 from echelon.fsdp.storage import Storage, wait_for_unshards
 from echelon.fsdp.unit import Unit
 from echelon.modules.compiled import keep_plain_names, plain_name, plain_state
 from echelon.modules.parameters import ParameterGuard, claim, disclaim
 from echelon.modules.sharded_tensor import is_part, local_shard
-from echelon.modules.wrapper import Wrapper, no_assign
-from echelon.state.model_state import check_state, load_model_state, state_of_copies
-from echelon.state.optimizer_state import gather_optimizer_state, load_optimizer_state
-from echelon.state.sharded_state import HasShards, ParameterShards, ShardedState
+from echelon.modules.wrapper import Wrapper, no_assign, prefix_loader
+from echelon.state.model_state import check_state, copy_of, load_model_state, state_of_copies
+from echelon.state.optimizer_state import HasOptimizerState
+from echelon.state.sharded_state import ParameterShards, ShardedState
 from echelon.state.state_copy import as_copy
 
 
 @bypass_compiler
-class ShardedModule(Wrapper, HasShards):
+class ShardedModule(Wrapper, HasOptimizerState):
     """What a sharded model is when it does not train; ``FSDP`` makes it and trains it."""
 
     def _attach(
@@ -67,7 +65,8 @@ class ShardedModule(Wrapper, HasShards):
         for storage in self._storages():
             claim([*storage.params, *storage.optimizer_params], self, outlives_owner=True)
         guard(module, list(self._named_storages()), self._hooks)
-        self.register_load_state_dict_pre_hook(shard_loader())  # type: ignore[no-untyped-call]
+        hook = prefix_loader("FSDP shards", plain_name)  # shards take their parts of whole values
+        self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         self._wear_forward()
 
     def _take_replaced(self) -> None:
@@ -237,7 +236,8 @@ class ShardedModule(Wrapper, HasShards):
         Buffers, and parameters that are not sharded, are full.
         """
         self._take_replaced()
-        state = state_of_parts(self.module, self._storages())
+        shards = shards_by_id(self._storages())
+        state = state_of_copies(self.module, {key: copy_of(own) for key, own in shards.items()})
         for key, value in state.items():
             state[key] = as_copy(local_shard(value)) if is_part(value) else value
         return state
@@ -256,10 +256,13 @@ class ShardedModule(Wrapper, HasShards):
         if assign:
             raise no_assign("FSDP shards")
         self._take_replaced()
+        return self._load(state_dict, strict)
+
+    def _load(self, state: Mapping[str, Any], strict: bool) -> Any:
         self._hooks.wait_for_forwards()
         storages = self._storages()
         wait_for_unshards(storages)
-        return load_model_state(self.module, shards_by_id(storages), state_dict, strict=strict)
+        return load_model_state(self.module, shards_by_id(storages), state, strict=strict)
 
     def load_sharded_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Load what ``sharded_state_dict`` returned on this rank. Nothing is communicated.
@@ -271,8 +274,9 @@ class ShardedModule(Wrapper, HasShards):
         check_state(state)
         self._take_replaced()
         shown = plain_state(self.module, state)
-        show_parts(shown, state_of_parts(self.module, self._storages()))
-        return self.load_state_dict(shown, strict)
+        # Of parameters that say that they are parts, modules make a state whose parts say so.
+        show_parts(shown, state_of_copies(self.module, shards_by_id(self._storages())))
+        return self._load(shown, strict)
 
     def holdings(self) -> ShardedState:
         """This rank's ranges of the plain model. Nothing is communicated.
@@ -295,31 +299,6 @@ class ShardedModule(Wrapper, HasShards):
     def shared_over(self) -> tuple[Group, ...]:
         """The group, and that of the replicas where there are several."""
         return self._groups.groups
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The full state of ``optimizer`` by the names of parameters. All ranks call it.
-
-        It is that of an optimizer over the plain model, gathered one tensor at a time:
-        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
-
-        Raises:
-            ArgumentError: a parameter of the optimizer is not in this model.
-            UnsupportedError: a state is neither a number nor one number for each element.
-            StateError: the optimizers of the ranks hold different states.
-        """
-        (shards,) = self.parameter_shards()
-        return gather_optimizer_state(optimizer, shards)
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Load a full state by name; every rank takes its shards. Nothing is communicated.
-
-        Raises:
-            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
-        """
-        (shards,) = self.parameter_shards()
-        load_optimizer_state(optimizer, shards.by_param, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._check_idle("a copy", "copy the model outside")

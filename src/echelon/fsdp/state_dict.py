@@ -1,4 +1,4 @@
-"""The state of a sharded model: copies of parameters, hooks that load them, a rank's ranges."""
+"""The state of a sharded model: copies of parameters, parts of states, a rank's ranges."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from echelon.errors.message_text import misfit_text
 from echelon.fsdp.hooks import Hooks
 from echelon.fsdp.hybrid_groups import HybridGroups
 from echelon.fsdp.storage import Storage, wait_for_unshards
-from echelon.modules.compiled import plain_name
 from echelon.modules.sharded_tensor import is_part, mark, sharding_of
-from echelon.modules.wrapper import no_assign
-from echelon.state.model_state import copy_of, state_of_copies
+from echelon.state.model_state import copy_of
 from echelon.state.sharded_state import ParameterShards, ShardedState, named_extras, named_state
 from echelon.state.tensor_shard import Replication, TensorShard, whole, whole_parameter
 
@@ -92,12 +90,6 @@ def shards_by_id(storages: Sequence[Storage]) -> dict[int, Tensor]:
     }
 
 
-def state_of_parts(module: nn.Module, storages: Sequence[Storage]) -> dict[str, Any]:
-    """The state of ``module`` as copies, in which parts say that they are."""
-    copies = {key: copy_of(shard) for key, shard in shards_by_id(storages).items()}
-    return state_of_copies(module, copies)
-
-
 def show_parts(state: dict[str, Any], parts: Mapping[str, Any]) -> None:
     """Let the parts in a sharded state say of what they are, as those in ``parts`` do.
 
@@ -115,27 +107,6 @@ def show_parts(state: dict[str, Any], parts: Mapping[str, Any]) -> None:
     if wrong:
         text = misfit_text([], [], wrong)
         raise ArgumentError(f"the sharded state does not fit this rank's parts: {text}")
-
-
-# Loading -------------------------------------------------------------------------------------
-
-
-def shard_loader() -> Callable[..., None]:
-    """A hook on the state that a larger module loads.
-
-    PyTorch looks for the wrapped module under the name ``module``, and copies whole values into
-    shards, which take their parts of them.
-    """
-
-    def hook(
-        _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: object
-    ) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise no_assign("FSDP shards")
-        for key in [key for key in state if key.startswith(prefix)]:
-            state[f"{prefix}module.{plain_name(key.removeprefix(prefix))}"] = state.pop(key)
-
-    return hook
 
 
 # The ranges of this rank ---------------------------------------------------------------------

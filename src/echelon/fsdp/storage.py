@@ -410,11 +410,8 @@ class Storage(ABC):
         """This rank's shards end to end, of a part with padding; a view if possible."""
         if self.is_sent_packed:
             return part[: self.shard_numel] if part.numel() != self.shard_numel else part
-        return torch.cat([shard.view(-1) for shard in self._views_in_part(part)])
-
-    def _views_in_part(self, part: Tensor) -> list[Tensor]:
-        """Views of a part with padding as this rank's shards, by rows."""
-        return self._local_shard_views(part, self._sent_offsets)
+        shards = self._local_shard_views(part, self._sent_offsets)
+        return torch.cat([shard.view(-1) for shard in shards])
 
 
 def wait_for_unshards(storages: Iterable[Storage]) -> None:

@@ -22,15 +22,28 @@ from torch._C import DisableTorchFunctionSubclass
 from echelon.comm.buffers import out_of_memory
 from echelon.comm.streams import device_of
 from echelon.comm.work import Work
-from echelon.fsdp.local_shard import LocalShard, ShardDevices, make_local_shard, make_masters
+from echelon.fsdp.local_shard import LocalShard, ShardDevices
 from echelon.fsdp.policy import Layout, Offload
 from echelon.fsdp.shard_layout import ALIGN_NBYTES, layout_by_element, layout_by_rows, place_order
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.units import Member
 
 
+class _StaysUnsharded(Storage):
+    """A storage whose ``unsharded`` is valid after each refresh, when all ranks have met."""
+
+    def unshard(self, *, async_op: bool = False) -> None:
+        pass
+
+    def wait_for_unshard(self) -> None:
+        pass
+
+    def reshard(self) -> None:
+        pass
+
+
 @final
-class SharedStorage(Storage):
+class SharedStorage(_StaysUnsharded):
     """One unsharded buffer that all ranks of the group share."""
 
     shares_unsharded = True
@@ -47,9 +60,7 @@ class SharedStorage(Storage):
                 first = sum(self.layout.numels_by_rank[: self.group.rank])
                 self.flat_shard = buffer[first : first + self.shard_numel]
         else:
-            self._local = make_masters(
-                self.shard_numel, self.dtype, self.compute_dtype, self.devices
-            )
+            self._local = LocalShard(self.shard_numel, self.dtype, self.compute_dtype, self.devices)
             self.flat_shard, packed = self._local.masters, self._packed_offsets
             self.shards = self._local_shard_views(self._local.masters, packed)
             self._sources = self._local_shard_views(self._local.staged, packed)
@@ -59,15 +70,6 @@ class SharedStorage(Storage):
         if self._local is not None:
             self._local.refresh()
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
-
-    def unshard(self, *, async_op: bool = False) -> None:
-        pass  # the shared buffer is valid since all ranks met after their refresh
-
-    def wait_for_unshard(self) -> None:
-        pass  # nothing is under way
-
-    def reshard(self) -> None:
-        pass  # the buffer belongs to all ranks
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -90,25 +92,23 @@ class GatheredStorage(Storage):
     def _allocate(self) -> None:
         devices = self.devices
         self._device = device_of(devices.device)
-        self._local = make_local_shard(self.part_numel, self.dtype, self.compute_dtype, devices)
+        mirrors, compute = devices.offload is Offload.OPTIMIZER, self.compute_dtype
+        self._local = LocalShard(self.part_numel, self.dtype, compute, devices, mirrors=mirrors)
         self._local.masters[self.shard_numel :].zero_()  # the padding
         self.flat_shard = self._local.masters[: self.shard_numel]
         self.shards = self._local_shard_views(self._local.masters, self._packed_offsets)
         devices.unshard_stream.wait_for_current()
         with devices.unshard_stream.as_current():
-            self._buffer = self._empty(self.layout.numel if self.rows else self._padded_numel)
+            padded = self.layout.padded_numel
+            self._buffer = self._empty(self.layout.numel if self.rows else padded)
             # It receives the parts of all ranks. By element they are the parameters.
-            self._parts = self._empty(self._padded_numel) if self.rows else self._buffer
+            self._parts = self._empty(padded) if self.rows else self._buffer
         self.unsharded = self.views_in(self._buffer)
         self._moves = self._moves_of_rows() if self.rows else ([], [])
         self._work: Work | None = None  # an all-gather under way
         self._event = devices.unshard_stream.record_event()  # the end of the last all-gather
         self._set_memory(self._parts, allocated=False)
         self.reshard()
-
-    @property
-    def _padded_numel(self) -> int:
-        return self.layout.padded_numel
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.compute_dtype, device=self.devices.device)
@@ -194,7 +194,8 @@ class GatheredStorage(Storage):
             return packed
         part = torch.zeros_like(packed)
         torch._foreach_copy_(
-            self._views_in_part(part), self._local_shard_views(packed, self._packed_offsets)
+            self._local_shard_views(part, self._sent_offsets),
+            self._local_shard_views(packed, self._packed_offsets),
         )
         return part
 
@@ -209,7 +210,7 @@ class GatheredStorage(Storage):
 
 
 @final
-class ReplicatedStorage(Storage):
+class ReplicatedStorage(_StaysUnsharded):
     """All elements on every rank: for small units, and for ``NO_SHARD``."""
 
     sharded = False
@@ -219,7 +220,7 @@ class ReplicatedStorage(Storage):
         numel, compute = self.layout.numel, self.compute_dtype
         self.local_ranges = layout_by_element(self.layout.shapes, 1).ranges_of(0)
         self.shard_numel = self.part_numel = numel
-        self._local = make_masters(numel, self.dtype, compute, self.devices)
+        self._local = LocalShard(numel, self.dtype, compute, self.devices)
         self.flat_shard = self._buffer = self._local.masters
         if self.is_recast:
             self._buffer = torch.empty(numel, dtype=compute, device=self.devices.device)
@@ -234,15 +235,6 @@ class ReplicatedStorage(Storage):
         with stream.as_current():
             self._buffer.copy_(self._local.staged, non_blocking=True)
         stream.record_event().wait()  # otherwise forward would read old values
-
-    def unshard(self, *, async_op: bool = False) -> None:
-        pass  # always there
-
-    def wait_for_unshard(self) -> None:
-        pass  # always there
-
-    def reshard(self) -> None:
-        pass  # always there
 
     @property
     def unsharded_nbytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from echelon import checks
@@ -16,6 +16,7 @@ from echelon.fsdp.shard_layout import ShardInfo
 from echelon.fsdp.storage import Storage
 from echelon.fsdp.unit import Unit
 from echelon.modules.compiled import plain_name
+from echelon.state.optimizer_state import state_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,6 @@ def count_parameters(module: nn.Module, storages: Sequence[Storage]) -> int:
     ids = {id(param) for storage in storages for param in storage.params}
     others = sum(param.numel() for param in module.parameters() if id(param) not in ids)
     return others + sum(storage.layout.numel for storage in storages)
-
-
-def state_nbytes(optimizer: Optimizer) -> int:
-    """The bytes of all tensors of an optimizer's state."""
-    checks.instance("optimizer", optimizer, Optimizer)
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def memory_of(

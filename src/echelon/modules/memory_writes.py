@@ -6,12 +6,15 @@ Batch norm does not say that it updates its statistics, and is known by the name
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # These write no values, and what they change belongs to the object.
 _NO_WRITES = frozenset(
@@ -51,7 +54,32 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
         for value in values:
             yield from tensors_in(value)
     elif isinstance(values, Mapping):
-        yield from tensors_in(list(values.values()))
+        for value in values.values():
+            yield from tensors_in(value)
+
+
+class WriteWatch(TorchDispatchMode, ABC):
+    """Sees each tensor that an operator is about to write into."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator imports the compiler, which takes seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if isinstance(func, OpOverload):
+            for tensor in written_by(func, args, named):
+                self.check(tensor)
+        return func(*args, **named)
+
+    @abstractmethod
+    def check(self, tensor: Tensor) -> None:
+        """Refuse a write into this tensor by an error, or let it be."""
 
 
 @final

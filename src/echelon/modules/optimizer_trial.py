@@ -30,7 +30,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, final
 
 import torch
@@ -183,13 +183,14 @@ def _is_plain(value: Any) -> bool:
 class _Trial:
     """Trains copies of one optimizer on stand-ins of its parameters.
 
-    ``_kept`` has, by group, the parameters that have a stand-in, and ``_shapes`` their shapes.
+    ``_kept`` has, by group, the parameters that have a stand-in, and ``_whole`` all stand-ins.
     """
 
     def __init__(self, optimizer: Optimizer, cut: Cut, by_dims: _Shapes, num_steps: int) -> None:
         self._optimizer, self._cut = optimizer, cut
         self._kept: list[list[nn.Parameter | None]] = []
-        self._shapes: list[list[tuple[int, ...]]] = []
+        self._whole: _Part = []
+        self._numel = 0
         for group in optimizer.param_groups:
             kept, shapes = _representatives(group["params"], by_dims)
             if kept and cut in (Cut.FLAT, Cut.ONE_FLAT):
@@ -197,15 +198,13 @@ class _Trial:
                 kept = [kept[0], group["params"][1] if len(group["params"]) > 1 else None]
                 shapes = [by_dims[2], by_dims[1]]
             self._kept.append(kept)
-            self._shapes.append(shapes)
-        numels = [math.prod(shape) for shapes in self._shapes for shape in shapes]
-        starts = torch.tensor([0, *numels]).cumsum(0).tolist()
-        indices = iter([torch.arange(a, b) for a, b in pairwise(starts)])
-        self._indices = [[next(indices) for _ in shapes] for shapes in self._shapes]
+            self._whole.append([])
+            for shape in shapes:
+                start, self._numel = self._numel, self._numel + math.prod(shape)
+                self._whole[-1].append(_Piece(torch.arange(start, self._numel), shape))
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._device = params[0].device if params else torch.device("cpu")
         generator = torch.Generator().manual_seed(0)
-        self._numel = sum(numels)
         # Elements of later parts are larger, and their gradients smaller.
         scale = torch.ones(self._numel, dtype=torch.float64)
         for cut in (Cut.ROWS, Cut.ELEMENTS, Cut.FLAT, Cut.PARAMETERS):
@@ -250,7 +249,7 @@ class _Trial:
             return f"whole tensors, and fails on parts of them ({_said(error)})"
         if difference is None:
             return None
-        again, kept = self._train(self._whole(), seed=1)
+        again, kept = self._train(self._whole, seed=1)
         if not torch.equal(again, values) or memory.difference(kept, self._numel) is not None:
             return "random numbers, which are other ones for a part"
         if self._is_equal(self._cut, losses=False):
@@ -266,7 +265,7 @@ class _Trial:
         for with_state, closures in product((False, True), _ways(self._optimizer)):
             self._with_state, self._closures = with_state, closures
             try:
-                return self._train(self._whole(), turns=True)
+                return self._train(self._whole, turns=True)
             except Exception as error:
                 errors.append(error)
         raise errors[0]
@@ -297,23 +296,14 @@ class _Trial:
 
     # Cuts ------------------------------------------------------------------------------------
 
-    def _whole(self) -> _Part:
-        return [
-            [_Piece(index, shape) for index, shape in zip(indices, shapes, strict=True)]
-            for indices, shapes in zip(self._indices, self._shapes, strict=True)
-        ]
-
     def _parts(self, cut: Cut) -> list[_Part]:
         """What each of one or two ranks sees."""
-        groups = [
-            list(zip(*pair, strict=True)) for pair in zip(self._indices, self._shapes, strict=True)
-        ]
         if cut in (Cut.FLAT, Cut.ONE_FLAT):
             nothing = torch.zeros(0, dtype=torch.long)
-            flat = [torch.cat([nothing, *(index for index, _ in group)]) for group in groups]
+            flat = [torch.cat([nothing, *(p.elements for p in group)]) for group in self._whole]
             ends = [[0, round(_SHARE * len(f)), len(f)] for f in flat]
             if cut is Cut.ONE_FLAT:
-                return [[[_piece(index)] for index in flat]]
+                return [[[_piece(elements)] for elements in flat]]
             return [
                 [[_piece(f[end[k] : end[k + 1]])] for f, end in zip(flat, ends, strict=True)]
                 for k in range(2)
@@ -321,13 +311,13 @@ class _Trial:
         if cut is Cut.PARAMETERS:
             return [
                 [
-                    [_Piece(*pair) for i, pair in enumerate(group) if (i + g) % 2 == k]
-                    for g, group in enumerate(groups)
+                    [piece for i, piece in enumerate(group) if (i + g) % 2 == k]
+                    for g, group in enumerate(self._whole)
                 ]
                 for k in range(2)
             ]
         split = _split_rows if cut is Cut.ROWS else _split_elements
-        return [[[split(*pair)[k] for pair in group] for group in groups] for k in range(2)]
+        return [[[split(piece)[k] for piece in group] for group in self._whole] for k in range(2)]
 
     # Training --------------------------------------------------------------------------------
 
@@ -462,9 +452,10 @@ def _piece(elements: Tensor) -> _Piece:
     return _Piece(elements, (len(elements),))
 
 
-def _split_rows(elements: Tensor, shape: tuple[int, ...]) -> list[_Piece]:
+def _split_rows(whole: _Piece) -> list[_Piece]:
+    elements, shape = whole.elements, whole.shape
     if not shape:
-        return [_Piece(elements, shape), _piece(elements[:0])]
+        return [whole, _piece(elements[:0])]
     rows = round(_SHARE * shape[0])
     by_row = elements.view(shape[0], -1)
     return [
@@ -472,10 +463,10 @@ def _split_rows(elements: Tensor, shape: tuple[int, ...]) -> list[_Piece]:
     ]
 
 
-def _split_elements(elements: Tensor, shape: tuple[int, ...]) -> list[_Piece]:
-    end = round(_SHARE * len(elements))
-    if len(shape) == 1:
-        end = 0  # flat layouts give small parameters to one rank
+def _split_elements(whole: _Piece) -> list[_Piece]:
+    elements = whole.elements
+    # Flat layouts give small parameters to one rank.
+    end = 0 if len(whole.shape) == 1 else round(_SHARE * len(elements))
     return [_piece(elements[:end]), _piece(elements[end:])]
 
 

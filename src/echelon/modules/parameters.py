@@ -244,14 +244,18 @@ class LateAnswer:
 
 @final
 class TrainableParameters:
-    """Which parameters of a model require gradients, as its ranks have last agreed."""
+    """Which parameters of a model require gradients, as its ranks have last agreed.
+
+    Attributes:
+        answer: the reduced ``changed`` of all ranks, zero if no rank has.
+    """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], ranks: ObjectGatherer) -> None:
         self._names = [name for name, _ in named]
         self._params = [param for _, param in named]
         self._ranks = ranks
         self._agreed = self._now()
-        self._answer = LateAnswer()
+        self.answer = LateAnswer()
 
     def _now(self) -> list[bool]:
         return list(map(_requires_grad, self._params))
@@ -260,10 +264,6 @@ class TrainableParameters:
         """Whether this rank has frozen or unfrozen a parameter since the ranks agreed."""
         return self._now() != self._agreed
 
-    def take_answer(self, answer: Tensor) -> None:
-        """Begin to copy the reduced ``changed`` of all ranks to the host: zero if no rank has."""
-        self._answer.take(answer)
-
     def compare(self, *, at_once: bool, has_batch: bool = True) -> None:
         """Compare with the other ranks, if a rank has changed. All ranks call it.
 
@@ -271,7 +271,7 @@ class TrainableParameters:
         without a batch (``has_batch``) takes over what the others have. A difference is a
         ModelMismatch on every rank, which names the parameter.
         """
-        if not self._answer.is_yes(at_once=at_once):
+        if not self.answer.is_yes(at_once=at_once):
             return
         frozen = [n for n, trained in zip(self._names, self._now(), strict=True) if not trained]
         by_rank = self._ranks.all_gather_object(frozen if has_batch else None)

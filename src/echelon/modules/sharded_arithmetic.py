@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 
 from echelon.errors import StateError
+from echelon.modules.memory_writes import tensors_in
 from echelon.modules.sharded_tensor import (
     Rule,
     ShardedTensor,
@@ -100,7 +101,7 @@ def without_gradient(compute: Callable[[], Any], operands: Any) -> Any:
     tensors: list[Tensor] = []
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled():
-            tensors = [tensor for tensor in _tensors(operands) if _needs_gradient(tensor)]
+            tensors = [tensor for tensor in tensors_in(operands) if _needs_gradient(tensor)]
         if not tensors:
             with torch.no_grad():
                 return compute()
@@ -120,17 +121,7 @@ def _note_write(target: Tensor, values: Any) -> None:
     """Let a backward through the part ``target`` be refused if what is written needs gradients."""
     if isinstance(target, ShardedTensor):
         with DisableTorchFunctionSubclass():
-            target.uses_parameters |= any(map(_needs_gradient, _tensors(values)))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
+            target.uses_parameters |= any(map(_needs_gradient, tensors_in(values)))
 
 
 # Operands ------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from echelon.modules.sharded_tensor import (
     refuse,
     sharding_of,
 )
-from echelon.modules.sharded_views import VIEWS
+from echelon.modules.sharded_views import VIEWS, on_meta
 
 
 def _shape(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -51,13 +51,7 @@ def _dim(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 def _fact(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A fact about the whole tensor, asked of one without memory."""
     with DisableTorchFunction():
-        whole = [
-            torch.empty(sharding_of(value).shape, dtype=value.dtype, device="meta")
-            if is_part(value)
-            else value
-            for value in args
-        ]
-        return func(*whole, **kwargs)
+        return func(*map(on_meta, args), **kwargs)
 
 
 def _text(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from echelon.comm.call_arguments import PartOfATensor
 from echelon.comm.group import Group
 from echelon.errors import StateError
+from echelon.modules.memory_writes import tensors_in
 
 Shape = tuple[int, ...]
 Rule = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
@@ -426,13 +427,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 def parts_in(values: Any) -> list[Tensor]:
     """The parts in the arguments of a call."""
-    if isinstance(values, Tensor):
-        return [values] if is_part(values) else []
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return []
-    return [part for value in values for part in parts_in(value)]
+    return [tensor for tensor in tensors_in(values) if is_part(tensor)]
 
 
 def refuse_kept(gradient: KeptGradient, what: str) -> NoReturn:

@@ -83,10 +83,10 @@ def copied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 def viewed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The same elements in another shape."""
     with DisableTorchFunction(), torch.no_grad():
-        meta = [_on_meta(value) for value in args]
+        meta = [on_meta(value) for value in args]
         if not is_part(args[0]):
             meta[0] = args[0]
-        result = func(*meta, **{key: _on_meta(value) for key, value in kwargs.items()})
+        result = func(*meta, **{key: on_meta(value) for key, value in kwargs.items()})
     if not is_part(args[0]):
         return result if not args[0].requires_grad else args[0].view(result.shape)
     if result.dtype != meta[0].dtype:
@@ -99,7 +99,8 @@ def viewed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return _alias(local, args[0], sharding.flattened(shape))
 
 
-def _on_meta(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
+    """The same argument, of a part a tensor like the whole, without memory."""
     if not is_part(value):
         return value
     return torch.empty(sharding_of(value).shape, dtype=value.dtype, device="meta")

@@ -30,6 +30,23 @@ def no_assign(owner: str) -> ArgumentError:
     )
 
 
+def prefix_loader(owner: str, rename: Callable[[str], str] = str) -> Callable[..., None]:
+    """A hook on the state that a larger module loads, where torch looks for names of ``module``.
+
+    ``owner`` is as in ``no_assign``; ``rename`` makes the names in the wrapped module.
+    """
+
+    def hook(
+        _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: object
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise no_assign(owner)
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"{prefix}module.{rename(key.removeprefix(prefix))}"] = state.pop(key)
+
+    return hook
+
+
 class Wrapper(nn.Module):
     """Wraps ``module`` without a prefix: names of parameters, buffers and modules stay the same.
 

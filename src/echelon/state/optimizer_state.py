@@ -28,11 +28,12 @@ from torch.optim import Optimizer
 
 from echelon import checks
 from echelon.comm.agreement import first_difference
+from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.errors.message_text import misfit_text
 from echelon.modules.sharded_tensor import is_part, local_shard
-from echelon.state.sharded_state import ParameterShards, ShardsByParam
+from echelon.state.sharded_state import HasShards, ParameterShards, ShardsByParam
 from echelon.state.tensor_shard import Shape, TensorShard
 
 StateByName = Mapping[str, Mapping[str, Any]]
@@ -475,6 +476,44 @@ def install_states(
 
 
 # Both ----------------------------------------------------------------------------------------
+
+
+@bypass_compiler
+class HasOptimizerState(HasShards):
+    """A module that gives and takes the state of an optimizer over all of its parameters."""
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of ``optimizer`` by the names of parameters. All ranks call it.
+
+        It is that of an optimizer over the plain model, gathered one tensor at a time:
+        ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``, which a
+        model loads however it is split. Where each rank has all of the model, as in ``DDP``,
+        nothing is communicated and one may call it alone.
+
+        Raises:
+            ArgumentError: a parameter of the optimizer is not in this model.
+            UnsupportedError: a state is neither a number nor one number for each element, of which
+                each rank has a part.
+            StateError: the optimizers of ranks that have parts hold different states.
+        """
+        (shards,) = self.parameter_shards()
+        return gather_optimizer_state(optimizer, shards)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a full state by name; every rank takes what it has. Nothing is communicated.
+
+        Raises:
+            ArgumentError: names, groups or shapes do not fit; nothing was loaded.
+        """
+        (shards,) = self.parameter_shards()
+        load_optimizer_state(optimizer, shards.by_param, state)
+
+
+def state_nbytes(optimizer: Optimizer) -> int:
+    """The bytes of all tensors of an optimizer's state."""
+    checks.instance("optimizer", optimizer, Optimizer)
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def check_params(optimizer: Optimizer, shards: ShardsByParam, *, exact: bool) -> None:

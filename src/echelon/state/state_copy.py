@@ -13,16 +13,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.errors import StateError
-from echelon.modules.memory_writes import memory_of, tensors_in, written_by
+from echelon.modules.memory_writes import WriteWatch, memory_of, tensors_in
 from echelon.modules.sharded_tensor import name_of, unmarked
 from echelon.values.encoding import TENSOR_CLASSES
 
@@ -108,24 +107,17 @@ TENSOR_CLASSES.add(StateCopy)
 _PLAIN = frozenset({Tensor, nn.Parameter, StateCopy})
 
 
-class _RefuseWrites(TorchDispatchMode):
+@final
+class _RefuseWrites(WriteWatch):
     """Refuse the operators of ``func`` that write into ``memory``."""
 
     def __init__(self, func: Callable[..., Any], memory: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._func, self._memory = func, memory
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operator imports the compiler, which takes seconds
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        named = kwargs or {}
-        if any(memory_of(tensor) in self._memory for tensor in written_by(func, args, named)):
+    def check(self, tensor: Tensor) -> None:
+        if memory_of(tensor) in self._memory:
             _refuse(f"{name_of(self._func)}()")
-        return func(*args, **named)
 
 
 def as_copy(value: Any) -> Any:
