@@ -28,9 +28,9 @@ from echelon.comm.threads.pending import (
     PendingMessage,
     RankWait,
 )
-from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
 from echelon.comm.threads.running_time import running_s
+from echelon.comm.threads.turns import Turns
 from echelon.comm.threads.worker_threads import LOOK_S, WorkerThreads
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import is_heard
@@ -54,21 +54,19 @@ class ThreadWorld:
     """The shared state of the simulated ranks of one job.
 
     Args:
-        order: when each rank runs.
         size: the number of ranks.
         timeout: the seconds that a rank waits for others by default.
         rules: how operations of ranks match and wait; None: messages match by their tags.
 
     Attributes:
+        order: when each rank runs.
         tells_last_calls: a deadlock names the last call of ranks that have returned.
         watch: looks at the calls of all ranks.
         aborted: by the name of a group, the rank that has aborted it, and why.
     """
 
-    def __init__(
-        self, order: RankOrder, size: int, timeout: float, rules: RankRules | None = None
-    ) -> None:
-        self.order = order
+    def __init__(self, size: int, timeout: float, rules: RankRules | None = None) -> None:
+        self.order = order = Turns(size)
         self.rules = TaggedMessages() if rules is None else rules
         self.size = size
         self.timeout = timeout
