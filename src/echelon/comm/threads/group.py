@@ -36,7 +36,7 @@ from echelon.comm.threads.pending import (
     PendingCondition,
     PendingMessage,
 )
-from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
+from echelon.comm.threads.rank_rules import RankRules
 from echelon.comm.threads.rank_threads import require_of_rank
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.work import Window, Work
@@ -47,7 +47,7 @@ T = TypeVar("T")
 Calls: TypeAlias = list[CollectiveCall]
 # Does the work of all ranks, with their items and calls in rank order.
 Act: TypeAlias = Callable[[list[T], Calls], None]
-_SETUP = TaggedMessages()
+_SETUP = RankRules()
 
 
 @final

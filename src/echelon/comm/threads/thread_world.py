@@ -18,7 +18,7 @@ from functools import partial
 from typing import final
 
 from echelon.comm.rank_failure import cause_of
-from echelon.comm.threads.call_watch import CallWatch, NoWatch
+from echelon.comm.threads.call_watch import CallWatch
 from echelon.comm.threads.kept_by_threads import started_by
 from echelon.comm.threads.last_seen import LastSeen
 from echelon.comm.threads.pending import (
@@ -28,7 +28,7 @@ from echelon.comm.threads.pending import (
     PendingMessage,
     RankWait,
 )
-from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
+from echelon.comm.threads.rank_rules import RankRules
 from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.turns import Turns
 from echelon.comm.threads.worker_threads import LOOK_S, WorkerThreads
@@ -67,7 +67,7 @@ class ThreadWorld:
 
     def __init__(self, size: int, timeout: float, rules: RankRules | None = None) -> None:
         self.order = order = Turns(size)
-        self.rules = TaggedMessages() if rules is None else rules
+        self.rules = RankRules() if rules is None else rules
         self.size = size
         self.timeout = timeout
         self.sightings = [LastSeen() for _ in range(size)]
@@ -86,7 +86,7 @@ class ThreadWorld:
         self._conditions: list[PendingCondition] = []  # that ranks wait for
         self._mismatch: tuple[int, CollectiveMismatch] | None = None  # see ``note_mismatch``
         self.tells_last_calls = False
-        self.watch: CallWatch = NoWatch()
+        self.watch = CallWatch()
         self.aborted: dict[str, tuple[int, str]] = {}
 
     def enter(self, rank: int) -> None:
