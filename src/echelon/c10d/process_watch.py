@@ -155,7 +155,7 @@ def _job() -> JobEnvironment | None:
 _watch: ProcessWatch | None = None
 
 
-def process_watch(rank: int = 0, size: int = 1) -> ProcessWatch:
+def process_watch(rank: int, size: int) -> ProcessWatch:
     """The watch of this process, which begins with its default group."""
     global _watch
     if _watch is None or _watch.mark is not mark():  # of the rank that has forked this process

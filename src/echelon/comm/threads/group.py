@@ -185,7 +185,7 @@ class ThreadGroup(Group):
         """Record a call that communicates nothing, for reports of what this rank did last."""
         self._number(signature, blocking=True, is_message=True)
 
-    def probe(self, tag: int = 0) -> int | None:
+    def probe(self, tag: int) -> int | None:
         """A rank that has sent a message with ``tag`` whose receive is not posted yet, or None."""
         for (name, src, dst, sent_tag), queue in self._world.mail.items():
             is_ours = (name, dst, sent_tag) == (self.name, self.rank, tag)

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
-from echelon.comm.rank_failure import cause_of
 from echelon.comm.threads.call_watch import CallWatch
 from echelon.comm.threads.kept_by_threads import started_by
 from echelon.comm.threads.last_seen import LastSeen
@@ -33,7 +32,7 @@ from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.turns import Turns
 from echelon.comm.threads.worker_threads import LOOK_S, WorkerThreads
 from echelon.diagnosis.collective_call import CollectiveCall
-from echelon.diagnosis.failure_record import is_heard
+from echelon.diagnosis.failure_record import cause_of, is_heard
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.diagnosis.root_cause import end_of_wait_chain
 from echelon.diagnosis.step_rows import StepRows
