@@ -47,42 +47,41 @@ def local_device(local_rank: int, bound: torch.device | None = None) -> torch.de
     return torch.device("cpu")
 
 
-class StreamEvent(ABC):
-    """A point in the order of a stream, like ``torch.cuda.Event``."""
+class StreamEvent:
+    """A point in the order of a stream, like ``torch.cuda.Event``; this one is of the CPU."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Order the following work of the current stream after the event."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Block the host until everything before the event is done."""
 
-    @abstractmethod
     def query(self) -> bool:
         """Whether everything before the event is done."""
+        return True
 
 
-class Stream(ABC):
+class Stream:
     """A stream, like ``torch.cuda.Stream``. See [Note: streams].
+
+    This one is of the CPU, where a call is complete when it returns.
 
     Attributes:
         queued: whether waiting for a collective on the stream does not block the host.
     """
 
-    queued: bool
+    queued = False
 
-    @abstractmethod
     def as_current(self) -> AbstractContextManager[object]:
         """Make the stream current in the body."""
+        return nullcontext()
 
-    @abstractmethod
     def wait_for_current(self) -> None:
         """Order the following work of the stream after the work of the current stream."""
 
-    @abstractmethod
     def record_event(self) -> StreamEvent:
         """The event after all work that was issued on the stream."""
+        return StreamEvent()
 
 
 class DeviceKind(ABC):
@@ -202,34 +201,6 @@ class DeviceKind(ABC):
 
 
 @final
-class _NoEvent(StreamEvent):
-    def wait(self) -> None:
-        pass  # everything before the event is done
-
-    def synchronize(self) -> None:
-        pass  # everything before the event is done
-
-    def query(self) -> bool:
-        return True
-
-
-@final
-class _NoStream(Stream):
-    """The stream of the CPU, where a call is complete when it returns."""
-
-    queued = False
-
-    def as_current(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def wait_for_current(self) -> None:
-        pass
-
-    def record_event(self) -> StreamEvent:
-        return _NoEvent()
-
-
-@final
 class _CudaEvent(StreamEvent):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = stream.record_event()
@@ -268,16 +239,8 @@ class _CudaStream(Stream):
 class _CurrentStream(Stream):
     """The current stream, which simulated ranks share; they wait for each other on the host."""
 
-    queued = False
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
-
-    def as_current(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def wait_for_current(self) -> None:
-        pass  # the stream is the current one
 
     def record_event(self) -> StreamEvent:
         return _CudaEvent(torch.cuda.current_stream(self._device))
@@ -292,10 +255,10 @@ class PlainDevice(DeviceKind):
         self.reading_waits = not self.is_host
 
     def current_stream(self) -> Stream:
-        return _NoStream()
+        return Stream()
 
     def side_stream(self) -> Stream:
-        return _NoStream()
+        return Stream()
 
     def synchronize(self) -> None:
         pass  # a call is complete when it returns
