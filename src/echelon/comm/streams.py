@@ -85,7 +85,7 @@ class Stream:
 
 
 class DeviceKind(ABC):
-    """What a device can do and what it is, whatever kind it is.
+    """What a device can do and what it is; as on the CPU, where a kind does not say otherwise.
 
     Attributes:
         device: what torch calls it.
@@ -103,21 +103,21 @@ class DeviceKind(ABC):
 
     # Order -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def current_stream(self) -> Stream:
         """The stream that is current whenever it is used."""
+        return Stream()
 
-    @abstractmethod
     def side_stream(self) -> Stream:
         """A new stream beside the current one; on the CPU it is the current one."""
+        return Stream()
 
     @abstractmethod
     def synchronize(self) -> None:
         """Return when all work that is queued is done; at once on the CPU."""
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Whether what is issued now is recorded for a CUDA graph and not run."""
+        return False
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -171,21 +171,21 @@ class DeviceKind(ABC):
 
     # Facts and generators --------------------------------------------------------------------
 
-    @abstractmethod
     def name(self) -> str:
         """The product that a CUDA device is; of others what torch calls them."""
+        return str(self.device)
 
-    @abstractmethod
     def has_one_queue(self) -> bool:
         """Whether its streams share a queue, so that one of them can hold up all others."""
+        return False
 
-    @abstractmethod
     def identity(self) -> str | None:
         """What tells it from every other device anywhere; None where ranks may share it."""
+        return None
 
-    @abstractmethod
     def random_state(self) -> Tensor | None:
         """The state of its generator; None if it has only torch's default generator."""
+        return None
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
@@ -254,17 +254,8 @@ class PlainDevice(DeviceKind):
         self.is_host = self.adds_in_order = device.type == "cpu"
         self.reading_waits = not self.is_host
 
-    def current_stream(self) -> Stream:
-        return Stream()
-
-    def side_stream(self) -> Stream:
-        return Stream()
-
     def synchronize(self) -> None:
         pass  # a call is complete when it returns
-
-    def is_capturing(self) -> bool:
-        return False
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -285,18 +276,6 @@ class PlainDevice(DeviceKind):
 
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    def name(self) -> str:
-        return str(self.device)
-
-    def has_one_queue(self) -> bool:
-        return False
-
-    def identity(self) -> str | None:
-        return None
-
-    def random_state(self) -> Tensor | None:
-        return None
 
     def set_random_state(self, state: Tensor) -> None:
         pass  # it has only torch's default generator
