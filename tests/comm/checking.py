@@ -64,11 +64,15 @@ class Outcome:
             pytest.fail(f"not reached, because {failed} failed")
 
 
-def outcome_of(kind: str, ranks: int, names: list[str]) -> Outcome:
-    """Run checks in one world, and take down how it ended."""
+def outcome_of(kind: str, ranks: int, names: list[str], **options: bool) -> Outcome:
+    """Run checks in one world, and take down how it ended.
+
+    Args:
+        options: of ``run_gloo``.
+    """
     try:
         if kind == "gloo":
-            run_gloo(run_checks, ranks, args=(names,), timeout=TIMEOUT_S)
+            run_gloo(run_checks, ranks, args=(names,), timeout=TIMEOUT_S, **options)
         else:
             run_world(kind, run_checks, ranks, (names,), timeout=TIMEOUT_S)
     except Exception as error:

@@ -73,7 +73,8 @@ def reduced(parts: list[Tensor], op: str) -> Tensor:
     return (total / len(parts) if op == "mean" else total).to(dtype)
 
 
-def _has_meaning(op: str, dtype: torch.dtype) -> bool:
+def has_meaning(op: str, dtype: torch.dtype) -> bool:
+    """Whether ``check_op`` lets them pass."""
     try:
         check_op(op, dtype)
     except ArgumentError:
@@ -86,7 +87,7 @@ def check_all_reduce_of_every_dtype_and_operation(group: Group) -> None:
         for number, op in enumerate(OPS):
             parts = [values(dtype, 100 * number + r) for r in range(group.size)]
             mine = parts[group.rank].clone()
-            if _has_meaning(op, dtype):
+            if has_meaning(op, dtype):
                 group.all_reduce(mine, op, label=f"{op} of {dtype}")
                 same(mine, reduced(parts, op), f"{op} of {dtype}")
             else:

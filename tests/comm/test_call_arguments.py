@@ -39,12 +39,6 @@ def test_only_the_root_gives_a_list_and_it_has_one_tensor_for_each_rank() -> Non
         ARGUMENTS.list_of_root("gather", "outputs", tensors[:2], root=1)
 
 
-@pytest.mark.parametrize(("peer", "tag", "words"), [(1, 0, "to itself"), (0, -1, "got tag -1")])
-def test_a_message_needs_another_rank_and_a_tag(peer: int, tag: int, words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        ARGUMENTS.check_peer("send", "dst", peer, tag)
-
-
 @pytest.mark.parametrize("label", [3, ["epoch"]])
 def test_a_label_is_a_text(label: object) -> None:
     with pytest.raises(ArgumentError, match=r"label is .*; give a str, or None"):

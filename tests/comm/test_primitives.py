@@ -17,7 +17,7 @@ from echelon.comm.primitives import (
     Request,
     Send,
 )
-from echelon.errors import ArgumentError, EchelonError, RankError
+from echelon.errors import ArgumentError
 from tests.comm.checking import same
 
 RANK, SIZE = 1, 3
@@ -141,43 +141,35 @@ ONE, TWO = torch.ones(1), torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "make"),
+    ("words", "make"),
     [
-        (ArgumentError, "unknown red", lambda: primitives.all_reduce(ARGUMENTS, ONE, "avg", None)),
-        (RankError, "src is 3", lambda: primitives.broadcast(ARGUMENTS, ONE, 3, None)),
         (
-            ArgumentError,
             r"input has 2 elements; it needs size \* output.numel\(\) = 3",
             lambda: primitives.reduce_scatter(ARGUMENTS, ONE, TWO, "sum", None, None),
         ),
         (
-            ArgumentError,
             r"output has 1 elements; it needs splits\[1\] = 2",
             lambda: primitives.reduce_scatter(ARGUMENTS, ONE, TWO, "sum", [0, 2, 0], None),
         ),
         (
-            ArgumentError,
             r"output has 2 elements; it needs size \* input.numel\(\) = 3",
             lambda: primitives.all_gather_single(ARGUMENTS, TWO, ONE, None),
         ),
         (
-            ArgumentError,
             "got 2 outputs for 3 ranks",
             lambda: primitives.all_gather(ARGUMENTS, [ONE, ONE], ONE, None),
         ),
-        (ArgumentError, "send to itself", lambda: primitives.send(ARGUMENTS, ONE, RANK, 0)),
-        (ArgumentError, "recv got tag -1", lambda: primitives.receive(ARGUMENTS, ONE, 0, -1)),
+        ("recv got tag -1", lambda: primitives.receive(ARGUMENTS, ONE, 0, -1)),
         (
-            ArgumentError,
             "cannot write to a tensor",
             lambda: primitives.receive(ARGUMENTS, ONE.expand(4), 0, 0),
         ),
     ],
 )
 def test_arguments_that_cannot_be_communicated_are_refused(
-    kind: type[EchelonError], words: str, make: Callable[[], Request]
+    words: str, make: Callable[[], Request]
 ) -> None:
-    with pytest.raises(kind, match=words):
+    with pytest.raises(ArgumentError, match=words):
         make()
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from echelon.diagnosis.collective_call import CallSignature, CallSite, CollectiveCall
-from echelon.diagnosis.failure_record import FailureRecord, Reason
+from echelon.diagnosis.failure_record import FailureRecord, Reason, cause_of
 from echelon.errors import (
     CheckpointError,
     CollectiveMismatch,
@@ -106,6 +106,20 @@ def test_a_record_is_of_what_an_error_follows() -> None:
     other = RankFailed(1, "raised ValueError: boom", "barrier")
     other.__cause__ = raised(ValueError("boom"))  # of the other rank
     assert FailureRecord.of(raised(other), rank=0).type == "RankFailed"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("boom"), "raised ValueError: boom"),
+        (KeyboardInterrupt(), "raised KeyboardInterrupt"),
+        (SystemExit(3), "exited with code 3"),
+        (SystemExit(256), "exited with code 0"),
+        (SystemExit("no data"), "exited with code 1"),
+    ],
+)
+def test_others_are_told_what_ended_a_rank(error: BaseException, cause: str) -> None:
+    assert cause_of(error) == cause
 
 
 def test_a_very_long_message_is_cut() -> None:

@@ -10,7 +10,6 @@ import torch
 
 import echelon as ec
 from echelon.comm.threads.thread_world import ThreadWorld
-from echelon.comm.threads.turns import Turns
 from echelon.errors import StateError
 from echelon.laboratory.step_gate import StepGate
 from echelon.launch.run import enter
@@ -19,9 +18,8 @@ from echelon.launch.simulated_ranks import SimulatedRanks
 
 def gated(fn: Any) -> tuple[SimulatedRanks, StepGate]:
     """Two ranks with a gate."""
-    turns = Turns(2)
-    world = ThreadWorld(turns, 2, 10.0)
-    gate = StepGate(world, turns, 100)
+    world = ThreadWorld(2, 10.0)
+    gate = StepGate(world, 100)
     world.watch = gate
     return SimulatedRanks(fn, world, (), torch.device("cpu"), enter), gate
 

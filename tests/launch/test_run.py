@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -108,8 +109,6 @@ def test_a_failure_is_raised_rather_than_errors_that_follow_it(kind) -> None:
         ({"ranks": -1}, "ranks is -1"),
         ({"ranks": 2.0}, "ranks is 2.0"),
         ({"ranks": 1, "world": "gloo"}, "unknown world 'gloo': use 'threads' or 'processes'"),
-        ({"ranks": 1, "timeout": 0}, "timeout is 0; it must be a number > 0"),
-        ({"ranks": 1, "timeout": float("nan")}, "timeout is nan"),
         ({"ranks": 1, "world": "processes", "device": "cuda"}, "torchrun and NCCL"),
     ],
 )
@@ -268,12 +267,6 @@ def raises_inside_with(world: ec.World) -> None:
         world.group.barrier()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_inside_with_world_is_the_cause_on_the_other_ranks(kind) -> None:
-    with pytest.raises(KeyError, match="inside"):
-        ec.run(raises_inside_with, 2, kind)
-
-
 def leaves_a_note(world: ec.World, folder: str) -> None:
     try:
         raises_inside_with(world)
@@ -308,17 +301,14 @@ def test_run_is_what_the_package_exports() -> None:
     assert ec.run is run
 
 
-def test_run_needs_a_timeout() -> None:
-    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
-        ec.run(describe, 1, timeout=None)
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e18, "5"])
+@pytest.mark.parametrize("timeout", [None, 0, -1.0, float("nan"), float("inf"), 1e18, "5"])
 def test_a_timeout_that_is_none_is_refused(timeout) -> None:
-    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
+    words = re.escape(f"timeout is {timeout!r}; it must be a number > 0, up to")
+    with pytest.raises(ArgumentError, match=words):
         ec.run(describe, 1, timeout=timeout)
-    with pytest.raises(ArgumentError, match="it must be a number > 0, up to"):
-        ec.init(timeout=timeout)
+    if timeout is not None:  # of which init makes its own
+        with pytest.raises(ArgumentError, match=words):
+            ec.init(timeout=timeout)
 
 
 def chooses(world: ec.World) -> None:

@@ -11,7 +11,6 @@ import torch
 
 import echelon as ec
 from echelon.comm.threads.thread_world import ThreadWorld
-from echelon.comm.threads.turns import Turns
 from echelon.launch.run import enter
 from echelon.launch.simulated_ranks import SimulatedRanks
 from echelon.process import time_limits
@@ -19,7 +18,7 @@ from echelon.process import time_limits
 
 def simulated(fn: Any, *args: object) -> SimulatedRanks:
     """Two ranks in turns."""
-    world = ThreadWorld(Turns(2), 2, 10.0)
+    world = ThreadWorld(2, 10.0)
     return SimulatedRanks(fn, world, args, torch.device("cpu"), enter)
 
 

@@ -197,7 +197,7 @@ def test_no_rank_decides_by_its_device_when_it_reads_an_answer(
     def ready(self: object) -> bool:
         raise AssertionError("asked whether the device is ready")
 
-    monkeypatch.setattr(streams._NoEvent, "query", ready)
+    monkeypatch.setattr(streams.StreamEvent, "query", ready)
     for waits in (False, True):
         kind = ReadingWaits if waits else streams.PlainDevice
         monkeypatch.setitem(streams.kinds, "cpu", kind)

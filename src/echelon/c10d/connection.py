@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, final
 from torch._C import _distributed_c10d as c10d
 
 from echelon.c10d import simulated_rank
-from echelon.c10d.process_watch import begin, process_watch, world_is_there
+from echelon.c10d.process_watch import begin, process_watch
 from echelon.c10d.simulated_store import hub_of, wait_for_members
 from echelon.comm.group import Group
 from echelon.comm.threads.group import ThreadGroup
-from echelon.comm.threads.rank_order import RankOrder
+from echelon.comm.threads.turns import Turns
 from echelon.diagnosis.collective_call import CallSignature
+from echelon.diagnosis.flight_recorder import Phase
 from echelon.errors import ArgumentError, CommTimeout
 from echelon.process.operating_system import require_linux
 
@@ -97,7 +98,7 @@ def connect(
     )
     watch.add(group)
     if is_world:
-        world_is_there(watch)
+        watch.monitor.set_phase(Phase.RUNNING)
     return of_processes(group)
 
 
@@ -203,7 +204,7 @@ def _connect_threads(
     )
 
 
-def _clock(order: RankOrder, rank: int) -> float:
+def _clock(order: Turns, rank: int) -> float:
     """The clock of a rank, which does not run while it waits and no other rank can run."""
     return 1e-9 * (order.clock(rank) + order.idle_ns())
 

@@ -10,11 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.comm.threads.process_state import register_state
-from echelon.comm.threads.replaced_names import Names, Place
-
-
-def _empty(value: Any) -> Any:
-    return type(value)()
+from echelon.comm.threads.replaced_names import Names, Place, empty
 
 
 def _without_runs(singletons: dict[type, Any]) -> dict[type, Any]:
@@ -31,7 +27,7 @@ PLACES: tuple[Place, ...] = (
             "AcceleratorState._shared_state",
             "GradientState._shared_state",
         ),
-        _empty,
+        empty,
         "the number of this rank, its device, and whether it accumulates gradients",
     ),
     Place(

@@ -20,7 +20,6 @@ from torch._C import _distributed_c10d as c10d
 from echelon.comm.torch_dist.stores import await_keys
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, caller
 from echelon.diagnosis.exit_guard import guard_script
-from echelon.diagnosis.flight_recorder import Phase
 from echelon.diagnosis.rank_monitor import RankMonitor, StepCounter, counter
 from echelon.errors import CommTimeout, RankFailed, WorldError
 from echelon.process.environment import JobEnvironment, environment
@@ -156,7 +155,7 @@ def _job() -> JobEnvironment | None:
 _watch: ProcessWatch | None = None
 
 
-def process_watch(rank: int = 0, size: int = 1) -> ProcessWatch:
+def process_watch(rank: int, size: int) -> ProcessWatch:
     """The watch of this process, which begins with its default group."""
     global _watch
     if _watch is None or _watch.mark is not mark():  # of the rank that has forked this process
@@ -188,8 +187,3 @@ def begin(rank: int, size: int) -> ProcessWatch:
     watch.monitor.enter_torch()
     watch.start()
     return watch
-
-
-def world_is_there(watch: ProcessWatch) -> None:
-    """Record that the default group has started."""
-    watch.monitor.set_phase(Phase.RUNNING)

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -105,13 +105,9 @@ def _refusing(function: Callable[..., Any], name: str, reason: str) -> Callable[
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if this_rank() is None or os.getpid() != owner:
             return function(*args, **kwargs)
-        return _refuse(name, reason)
+        raise UnsupportedError(f"{name} {reason}")
 
     return refuse
-
-
-def _refuse(name: str, reason: str) -> NoReturn:
-    raise UnsupportedError(f"{name} {reason}")
 
 
 def _shared_number(function: Callable[[int], None]) -> Callable[[int], None]:

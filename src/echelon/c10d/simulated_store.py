@@ -24,11 +24,6 @@ from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.diagnosis.collective_call import CallSignature
 from echelon.errors import CommTimeout
 
-REAL_STORES = {
-    "TCPStore": c10d.TCPStore,
-    "FileStore": c10d.FileStore,
-    "HashStore": c10d.HashStore,
-}
 _LOWEST_PORT, _NUM_PORTS = 29_500, 1_000
 _LOOK_S = 0.01
 
@@ -93,15 +88,15 @@ class SimulatedStore(c10d.Store):
         timeout: how long a rank waits for a key by default; unset: as for a call of a group.
 
     Attributes:
-        real_name: of the store of torch that a class stands for.
+        real: the store of torch that a class stands for.
     """
 
-    real_name: ClassVar[str] = ""
+    real: ClassVar[Callable[..., c10d.Store] | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make torch's own where the caller is no simulated rank."""
-        if cls.real_name and simulated_rank.world_group() is None:
-            return REAL_STORES[cls.real_name](*args, **kwargs)
+        if cls.real is not None and simulated_rank.world_group() is None:
+            return cls.real(*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self, entries: Entries, timeout: timedelta | None = None) -> None:
@@ -217,7 +212,7 @@ class SimulatedStore(c10d.Store):
 class SimulatedTCPStore(SimulatedStore):
     """A ``TCPStore`` of simulated ranks: those with the same host and port share their keys."""
 
-    real_name = "TCPStore"
+    real = c10d.TCPStore
 
     def __init__(
         self,
@@ -243,7 +238,7 @@ class SimulatedTCPStore(SimulatedStore):
 class SimulatedFileStore(SimulatedStore):
     """A ``FileStore`` of simulated ranks, without a file."""
 
-    real_name = "FileStore"
+    real = c10d.FileStore
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         self.path = file_name
@@ -254,7 +249,7 @@ class SimulatedFileStore(SimulatedStore):
 class SimulatedHashStore(SimulatedStore):
     """A ``HashStore`` of simulated ranks, which those share that one has given it to."""
 
-    real_name = "HashStore"
+    real = c10d.HashStore
 
     def __init__(self) -> None:
         super().__init__(Entries())

@@ -15,6 +15,8 @@ registry of each thread would hide it from threads that a rank starts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -23,7 +25,7 @@ from torch.distributed import distributed_c10d
 from echelon.comm.threads.kept_by_threads import keep, kept
 from echelon.comm.threads.process_state import register_state
 from echelon.comm.threads.rank_threads import resume_if_overtaken
-from echelon.comm.threads.replaced_names import Names, Place, Values
+from echelon.comm.threads.replaced_names import Names, Place, Values, empty
 
 
 class GroupsOfTurn(distributed_c10d._World):
@@ -42,29 +44,13 @@ class GroupsOfTurn(distributed_c10d._World):
         return object.__getattribute__(distributed_c10d._world, name)
 
 
-def _none(_: object) -> None:
-    return None
+def _always(value: Any) -> Callable[[Any], Any]:
+    """What makes this value, whatever is there."""
+    return lambda _: value
 
 
-def _zero(_: object) -> int:
-    return 0
-
-
-def _false(_: object) -> bool:
-    return False
-
-
-def _groups_of_turn(_: object) -> GroupsOfTurn:
-    return GroupsOfTurn()
-
-
-def _empty(value: Any) -> Any:
-    return type(value)()
-
-
-def _copy(value: Any) -> Any:
-    return value.copy()
-
+_none, _zero, _false = map(_always, (None, 0, False))
+_copy = methodcaller("copy")
 
 _C10D = "torch.distributed.distributed_c10d"
 _TENSOR = "torch.distributed.tensor"
@@ -75,14 +61,12 @@ _IN_WRAP = "set while the body of enable_wrap runs, in which FSDP may communicat
 _GROUPS = "each rank has process groups of its own, with the rank that it has in them"
 
 PLACES: tuple[Place, ...] = (
-    Place(
-        _C10D, ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config"), _empty, _GROUPS
-    ),
-    Place(_C10D, ("_tags_to_pg", "_pg_to_tag"), _empty, _GROUPS),
+    Place(_C10D, ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config"), empty, _GROUPS),
+    Place(_C10D, ("_tags_to_pg", "_pg_to_tag"), empty, _GROUPS),
     Place(
         _C10D,
         ("_world",),
-        _groups_of_turn,
+        lambda _: GroupsOfTurn(),
         "has the default group, and calls that are being coalesced",
     ),
     Place("sys", ("excepthook",), reason="init_process_group has it print this rank's number"),
@@ -97,7 +81,7 @@ PLACES: tuple[Place, ...] = (
     Place(
         "torch.distributed._shard.sharded_tensor.api",
         ("_sharded_tensor_map",),
-        _empty,
+        empty,
         "sharded tensors of this rank by numbers that all ranks count alike",
     ),
     Place(
@@ -166,11 +150,11 @@ PLACES: tuple[Place, ...] = (
     ),
     Place(_WRAP, ("_ConfigAutoWrap.in_autowrap_context",), _false, _IN_WRAP),
     Place(_WRAP, ("_ConfigAutoWrap.wrapper_cls",), _none, _IN_WRAP),
-    Place(_WRAP, ("_ConfigAutoWrap.kwargs",), _empty, _IN_WRAP),
+    Place(_WRAP, ("_ConfigAutoWrap.kwargs",), empty, _IN_WRAP),
     Place(
         "torch.distributed.fsdp._debug_utils",
         ("SimpleProfiler.profiling",),
-        _empty,
+        empty,
         "what FSDP measures while it makes a state dict of an optimizer",
     ),
     Place(
@@ -188,7 +172,7 @@ PLACES: tuple[Place, ...] = (
     Place(
         "torch.nn.utils.parametrize",
         ("_cache",),
-        _empty,
+        empty,
         "tensors that this rank has computed in the body of parametrize.cached",
     ),
     Place(
@@ -200,7 +184,7 @@ PLACES: tuple[Place, ...] = (
             "SavePlanner._cached_global_plan",
             "SavePlanner._cached_metadata",
         ),
-        _empty,
+        empty,
         "what this rank saves, by the class of the planner",
     ),
     Place(
@@ -212,13 +196,13 @@ PLACES: tuple[Place, ...] = (
     Place(
         f"{_CHECKPOINT}.state_dict",
         ("_patched_state_dict",),
-        _empty,
+        empty,
         "the methods of this rank's modules and optimizers that are replaced",
     ),
     Place(
         "torch.distributed._symmetric_memory",
         ("_group_name_to_store", "_group_name_to_workspace_tensor"),
-        _empty,
+        empty,
         "memory and stores of this rank by the names of its groups",
     ),
 )

@@ -19,7 +19,6 @@ In reading order::
     object_bytes      objects as bytes that run no code when they are read
     agreement         whether ranks hold the same model, options and facts
     start_facts       what ranks compare when a world starts
-    rank_failure      what other ranks are told of the exception that ends a rank
     secret            by which the ranks of a job authenticate each other
     mesh, world       ranks on named axes; the job as a script sees it
     streams           CPU and CUDA behind one interface

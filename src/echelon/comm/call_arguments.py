@@ -97,7 +97,7 @@ class Arguments:
 
     def check_label(self, label: object) -> None:
         """Refuse a label that is no text."""
-        if label is not None and not isinstance(label, str):
+        if not isinstance(label, str):
             raise ArgumentError(f"label is {label!r:.80}; give a str, or None")
 
     def check_rank(self, what: str, rank: object) -> None:

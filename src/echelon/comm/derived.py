@@ -152,12 +152,11 @@ def scatter(
 
 def barrier(arguments: Arguments, label: str | None) -> Request:
     """See ``Group.barrier``."""
+    request = _barrier(arguments.device, arguments.on_host)
     if label is None:
-        return _barrier(arguments.device, arguments.on_host)
-    if label is not None:
-        arguments.check_label(label)
-    _, operation, finish = barrier(arguments, None)
-    return signature_of("barrier", None, (), None, None, label), operation, finish
+        return request
+    arguments.check_label(label)
+    return signature_of("barrier", None, (), None, None, label), *request[1:]
 
 
 @lru_cache(maxsize=64)

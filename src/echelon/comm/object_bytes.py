@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.comm.buffers import available_nbytes
+from echelon.comm.buffers import available_nbytes, from_bytes
 from echelon.errors import CheckpointCorrupt, CommError
 from echelon.values.decoding import decode
 from echelon.values.encoding import SENT, encode
@@ -55,7 +55,7 @@ def from_object(item: Any, where: str) -> Tensor:
     begin = _aligned(_LENGTH_NBYTES + len(text))
     data = torch.zeros(begin + end, dtype=torch.uint8)
     head = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
-    data[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    data[: len(head)] = from_bytes(head)
     for (_, _, _, start), tensor in zip(rows, tensors.values(), strict=True):
         flat = flat_bytes(tensor)
         data[begin + start : begin + start + flat.numel()] = flat

@@ -47,46 +47,45 @@ def local_device(local_rank: int, bound: torch.device | None = None) -> torch.de
     return torch.device("cpu")
 
 
-class StreamEvent(ABC):
-    """A point in the order of a stream, like ``torch.cuda.Event``."""
+class StreamEvent:
+    """A point in the order of a stream, like ``torch.cuda.Event``; this one is of the CPU."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Order the following work of the current stream after the event."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Block the host until everything before the event is done."""
 
-    @abstractmethod
     def query(self) -> bool:
         """Whether everything before the event is done."""
+        return True
 
 
-class Stream(ABC):
+class Stream:
     """A stream, like ``torch.cuda.Stream``. See [Note: streams].
+
+    This one is of the CPU, where a call is complete when it returns.
 
     Attributes:
         queued: whether waiting for a collective on the stream does not block the host.
     """
 
-    queued: bool
+    queued = False
 
-    @abstractmethod
     def as_current(self) -> AbstractContextManager[object]:
         """Make the stream current in the body."""
+        return nullcontext()
 
-    @abstractmethod
     def wait_for_current(self) -> None:
         """Order the following work of the stream after the work of the current stream."""
 
-    @abstractmethod
     def record_event(self) -> StreamEvent:
         """The event after all work that was issued on the stream."""
+        return StreamEvent()
 
 
 class DeviceKind(ABC):
-    """What a device can do and what it is, whatever kind it is.
+    """What a device can do and what it is; as on the CPU, where a kind does not say otherwise.
 
     Attributes:
         device: what torch calls it.
@@ -104,21 +103,21 @@ class DeviceKind(ABC):
 
     # Order -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def current_stream(self) -> Stream:
         """The stream that is current whenever it is used."""
+        return Stream()
 
-    @abstractmethod
     def side_stream(self) -> Stream:
         """A new stream beside the current one; on the CPU it is the current one."""
+        return Stream()
 
     @abstractmethod
     def synchronize(self) -> None:
         """Return when all work that is queued is done; at once on the CPU."""
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Whether what is issued now is recorded for a CUDA graph and not run."""
+        return False
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -172,21 +171,21 @@ class DeviceKind(ABC):
 
     # Facts and generators --------------------------------------------------------------------
 
-    @abstractmethod
     def name(self) -> str:
         """The product that a CUDA device is; of others what torch calls them."""
+        return str(self.device)
 
-    @abstractmethod
     def has_one_queue(self) -> bool:
         """Whether its streams share a queue, so that one of them can hold up all others."""
+        return False
 
-    @abstractmethod
     def identity(self) -> str | None:
         """What tells it from every other device anywhere; None where ranks may share it."""
+        return None
 
-    @abstractmethod
     def random_state(self) -> Tensor | None:
         """The state of its generator; None if it has only torch's default generator."""
+        return None
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
@@ -199,34 +198,6 @@ class DeviceKind(ABC):
         Simulated ranks share the generator of a CUDA device, so the body runs on one of them at a
         time, and must not wait for another rank.
         """
-
-
-@final
-class _NoEvent(StreamEvent):
-    def wait(self) -> None:
-        pass  # everything before the event is done
-
-    def synchronize(self) -> None:
-        pass  # everything before the event is done
-
-    def query(self) -> bool:
-        return True
-
-
-@final
-class _NoStream(Stream):
-    """The stream of the CPU, where a call is complete when it returns."""
-
-    queued = False
-
-    def as_current(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def wait_for_current(self) -> None:
-        pass
-
-    def record_event(self) -> StreamEvent:
-        return _NoEvent()
 
 
 @final
@@ -268,16 +239,8 @@ class _CudaStream(Stream):
 class _CurrentStream(Stream):
     """The current stream, which simulated ranks share; they wait for each other on the host."""
 
-    queued = False
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
-
-    def as_current(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def wait_for_current(self) -> None:
-        pass  # the stream is the current one
 
     def record_event(self) -> StreamEvent:
         return _CudaEvent(torch.cuda.current_stream(self._device))
@@ -291,17 +254,8 @@ class PlainDevice(DeviceKind):
         self.is_host = self.adds_in_order = device.type == "cpu"
         self.reading_waits = not self.is_host
 
-    def current_stream(self) -> Stream:
-        return _NoStream()
-
-    def side_stream(self) -> Stream:
-        return _NoStream()
-
     def synchronize(self) -> None:
         pass  # a call is complete when it returns
-
-    def is_capturing(self) -> bool:
-        return False
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -322,18 +276,6 @@ class PlainDevice(DeviceKind):
 
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    def name(self) -> str:
-        return str(self.device)
-
-    def has_one_queue(self) -> bool:
-        return False
-
-    def identity(self) -> str | None:
-        return None
-
-    def random_state(self) -> Tensor | None:
-        return None
 
     def set_random_state(self, state: Tensor) -> None:
         pass  # it has only torch's default generator

@@ -36,6 +36,7 @@ from echelon.errors import (
 )
 from echelon.errors.message_text import message_of, printable, without_middle
 from echelon.process.atomic_files import replace_file
+from echelon.process.process_end import exit_code_of
 from echelon.values.untrusted_json import read_json
 
 if TYPE_CHECKING:
@@ -328,6 +329,19 @@ def is_disagreement(name: str) -> bool:
 def is_heard(error: BaseException, rank: int) -> bool:
     """Whether ``error``, raised on ``rank``, is of a save or load that failed on another rank."""
     return isinstance(error, CheckpointError) and error.rank not in (None, rank)
+
+
+def cause_of(error: BaseException) -> str:
+    """What a rank did that failed with ``error``, or before it, as other ranks read after its name.
+
+    Example:
+        >>> cause_of(ValueError("boom")), cause_of(KeyboardInterrupt()), cause_of(SystemExit(3))
+        ('raised ValueError: boom', 'raised KeyboardInterrupt', 'exited with code 3')
+    """
+    if isinstance(error, SystemExit):
+        return exit_text(exit_code_of(error))
+    error = origin_of(error)
+    return f"raised {type(error).__name__}: {message_of(error)}".removesuffix(": ")
 
 
 def exit_text(exit_code: int) -> str:

@@ -373,13 +373,8 @@ class FlightRecorder:
 
     def steps(self, attempt: int = 0) -> list[RankSteps]:
         """What ranks did in the steps of an attempt, in their order in the job."""
-        statuses = [record.read() for record in self.rank_records]
-        steps = [
-            RankSteps.of(status.rank, record.step_rows.numbers())
-            for status, record in zip(statuses, self.rank_records, strict=True)
-            if status is not None and status.attempt == attempt
-        ]
-        return sorted(steps, key=lambda rank_steps: rank_steps.rank)
+        by_rank = sorted(self.step_rows(attempt).items())
+        return [RankSteps.of(rank, rows.numbers()) for rank, rows in by_rank]
 
 
 def where_of(rank: int, statuses: Mapping[int, RankStatus]) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 
 from echelon.comm.threads.blocking_calls import keeping_turn
 from echelon.comm.threads.group import ThreadGroup
-from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_states import rank_states
 from echelon.comm.threads.running_time import stopped_time
 from echelon.comm.threads.thread_world import ThreadWorld
+from echelon.comm.threads.turns import Turns
 from echelon.comm.world import World
 from echelon.laboratory.debugger_host import current_host
 from echelon.laboratory.debugger_input import completing, read_line
@@ -145,7 +145,7 @@ class RankDebugger(RankCommands, SharedBreakpoints, pdb.Pdb):
 
 
 @contextmanager
-def _asking(order: RankOrder, rank: int) -> Iterator[None]:
+def _asking(order: Turns, rank: int) -> Iterator[None]:
     """Refuse calls of groups that a user types in the body, which the rank has its turn in."""
     with order.lock:
         order.resume(rank)

@@ -14,7 +14,6 @@ from echelon.comm.primitives import Receive, Send
 from echelon.comm.threads.call_watch import CallWatch
 from echelon.comm.threads.process_state import wait_for
 from echelon.comm.threads.thread_world import ThreadWorld
-from echelon.comm.threads.turns import Turns
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import StateError
 from echelon.laboratory.data_moves import moves_of, tensors_of
@@ -40,15 +39,14 @@ class StepGate(CallWatch):
 
     Args:
         world: whose ranks take turns.
-        turns: of its ranks.
         keep: the number of elements up to which values are kept whole.
 
     Attributes:
         call: at which the ranks are held; None if they run.
     """
 
-    def __init__(self, world: ThreadWorld, turns: Turns, keep: int) -> None:
-        self._world, self._turns, self._keep = world, turns, keep
+    def __init__(self, world: ThreadWorld, keep: int) -> None:
+        self._world, self._keep = world, keep
         self._changed = threading.Condition()
         self._held_threads = threading.Lock()  # a rank may communicate from several threads
         self._is_open = False
@@ -104,7 +102,7 @@ class StepGate(CallWatch):
                 wait_for(self._changed, seconds)
 
     def _hold(self, call: SteppedCall) -> None:
-        with self._turns.held(), self._changed:
+        with self._world.order.held(), self._changed:
             if self._is_open:
                 return
             self.call = call

@@ -15,7 +15,6 @@ import torch
 
 from echelon.checks import integer, positive
 from echelon.comm.threads.thread_world import ThreadWorld
-from echelon.comm.threads.turns import Turns
 from echelon.comm.world import DEFAULT_TIMEOUT_S
 from echelon.errors import ArgumentError, StateError
 from echelon.laboratory.step_commands import StepCommands
@@ -75,9 +74,8 @@ def step_through(
     ranks = integer("ranks", ranks, low=1, high=MOST_RANKS)
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     keep = integer("keep", keep, low=0)
-    turns = Turns(ranks)
-    world = ThreadWorld(turns, ranks, timeout, rank_rules(rules, ranks))
-    gate = StepGate(world, turns, keep)
+    world = ThreadWorld(ranks, timeout, rank_rules(rules, ranks))
+    gate = StepGate(world, keep)
     world.watch = gate
     fn = taking_world(fn, len(args))
     return SteppedRun(SimulatedRanks(fn, world, tuple(args), usable_device(device), enter), gate)

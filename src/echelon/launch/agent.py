@@ -215,9 +215,7 @@ class LocalAgent(LocalElasticAgent):
         if self._rule is None or self._plan is not None:
             return []
         signs = {
-            rank: ExitSign(stage=ExitStage.RUNNING)
-            if code is None
-            else ExitSign(stage=ExitStage.ENDED)
+            rank: ExitSign(stage=ExitStage.RUNNING if code is None else ExitStage.ENDED)
             for rank, code in codes.items()
         }
         signs |= {rank: sign_of(statuses[rank]) for rank in statuses if codes[rank] is None}

@@ -24,6 +24,7 @@ import torch
 
 from echelon.c10d import process_ranks
 from echelon.c10d.process_watch import close_groups, leave_groups, use_monitor
+from echelon.comm.shm.segment import Segment
 from echelon.comm.shm.start import create_segments, join
 from echelon.comm.torch_dist.stores import create_store_memory
 from echelon.comm.world import World
@@ -362,7 +363,8 @@ def _child(
         monitor.set_timeout(timeout)
         # Or processes that the rank starts, as a DataLoader does, would be started our way.
         multiprocessing.set_start_method(method, force=True)
-        group = join(rank, size, tokens, timeout=timeout, monitor=monitor)
+        segments = list(map(Segment.open, tokens))
+        group = join(rank, size, segments, timeout=timeout, monitor=monitor)
         monitor.set_phase(Phase.RUNNING)
     except BaseException as error:
         _send_error(pipe, error, rank)

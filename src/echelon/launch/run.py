@@ -13,9 +13,8 @@ import torch
 from echelon.checks import flag, integer, positive
 from echelon.comm.lone.group import LoneGroup
 from echelon.comm.streams import has_devices, local_device
-from echelon.comm.threads.rank_rules import OneQueue, RankRules, TaggedMessages
+from echelon.comm.threads.rank_rules import OneQueue, RankRules
 from echelon.comm.threads.thread_world import ThreadWorld
-from echelon.comm.threads.turns import Turns
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
 from echelon.diagnosis.exit_guard import (
     error_file,
@@ -85,7 +84,7 @@ def run(
     timeout = positive("timeout", timeout, threading.TIMEOUT_MAX)
     fn, args = taking_world(fn, len(args)), tuple(args)
     if world == "threads":
-        thread_world = ThreadWorld(Turns(ranks), ranks, timeout, rank_rules(rules, ranks))
+        thread_world = ThreadWorld(ranks, timeout, rank_rules(rules, ranks))
         return _run_threads(fn, thread_world, args, usable_device(device))
     if world == "processes":
         _refuse_for_processes(device, rules)
@@ -127,7 +126,7 @@ def rank_rules(name: str | None, ranks: int) -> RankRules:
     """The rules of that name for so many simulated ranks; None: messages match by their tags."""
     if name not in (None, "nccl"):
         raise ArgumentError(f"rules is {name!r:.80}; use 'nccl', or None")
-    return TaggedMessages() if name is None else OneQueue(ranks)
+    return RankRules() if name is None else OneQueue(ranks)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

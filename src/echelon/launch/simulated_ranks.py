@@ -19,7 +19,6 @@ from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.threads.rank_breakpoints import debugger_of_ranks
 from echelon.comm.threads.running_time import running_s
 from echelon.comm.threads.thread_world import ThreadWorld
-from echelon.comm.threads.turns import Turns
 from echelon.comm.world import World
 from echelon.diagnosis.stuck_ranks import StuckRankRule
 from echelon.errors import CommTimeout
@@ -64,7 +63,6 @@ class SimulatedRanks:
     ) -> None:
         self.fn, self._world, self._args = fn, thread_world, args
         self._device, self._enter = device, enter
-        assert isinstance(thread_world.order, Turns)
         self._turns = thread_world.order
         self.results: list[Any] = [None] * thread_world.size
         self.threads: list[threading.Thread] = []

@@ -142,23 +142,6 @@ def test_a_rank_that_only_computes_for_long_is_no_deadlock() -> None:
     assert ec.run(main, 3) == [3.0] * 3
 
 
-def test_a_wait_with_its_own_timeout_is_no_deadlock() -> None:
-    def main(world: ec.World) -> float:
-        output = torch.zeros(1)
-        if world.rank == 0:
-            work = world.group.irecv(output, 1)
-            with pytest.raises(CommTimeout):
-                work.wait(0.05)  # rank 1 waits for us meanwhile
-            world.group.send(one(), 1, tag=1)
-            work.wait()
-        else:
-            world.group.recv(output, 0, tag=1)
-            world.group.send(one(), 0)
-        return output.item()
-
-    assert ec.run(main, 2) == [1.0, 1.0]
-
-
 @pytest.mark.slow
 def test_a_rank_may_communicate_from_several_threads() -> None:
     def main(world: ec.World) -> list[float]:

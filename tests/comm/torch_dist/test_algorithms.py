@@ -13,7 +13,7 @@ from torch import Tensor
 from echelon.comm.primitives import AllReduce, ReduceScatter
 from echelon.comm.torch_dist import algorithms
 from echelon.comm.torch_dist.algorithms import Algorithms, scratch_nbytes
-from tests.comm.torch_dist.c10d_checks import CHECKS, assert_passed
+from tests.comm.torch_dist.c10d_checks import CHECKS, outcome
 
 
 @pytest.mark.slow_for("4 ranks, calls compared")
@@ -22,9 +22,9 @@ from tests.comm.torch_dist.c10d_checks import CHECKS, assert_passed
     [(2, False), (4, True)],
     ids=["2 ranks", "4 ranks, calls compared"],
 )
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", CHECKS, ids=lambda name: name.partition("check_")[2])
 def test_that(name: str, ranks: int, compared: bool) -> None:
-    assert_passed(name, ranks, native=False, compared=compared)
+    outcome(ranks, native=False, compared=compared).require(name)
 
 
 class Unheard:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.comm.torch_dist.c10d_checks import CHECKS, assert_passed
+from tests.comm.torch_dist.c10d_checks import CHECKS, outcome
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,6 @@ from tests.comm.torch_dist.c10d_checks import CHECKS, assert_passed
     [(3, False), (2, True)],
     ids=["3 ranks", "2 ranks, calls compared"],
 )
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", CHECKS, ids=lambda name: name.partition("check_")[2])
 def test_that(name: str, ranks: int, compared: bool) -> None:
-    assert_passed(name, ranks, native=True, compared=compared)
+    outcome(ranks, native=True, compared=compared).require(name)

@@ -25,6 +25,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.buffers import from_bytes
 from echelon.comm.shm.futex import fence
 from echelon.comm.shm.rank_table import RankTable
 from echelon.comm.shm.segment import Segment
@@ -239,8 +240,7 @@ class Area:
         except SharedMemoryError as error:
             token = f"{_REFUSED}{error.needed}:{error.available}:{error.file_limit:d}"
         slots = self.slots(torch.uint8, _TOKEN_NBYTES)
-        data = bytearray(token.encode().ljust(_TOKEN_NBYTES))
-        slots[self.rank].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        slots[self.rank].copy_(from_bytes(token.encode().ljust(_TOKEN_NBYTES)))
         self.next_round(call)
         tokens = [bytes(slot.numpy()).decode().strip() for slot in slots]
         refused = {r: token for r, token in enumerate(tokens) if token.startswith(_REFUSED)}

@@ -28,7 +28,7 @@ from echelon.comm.primitives import (
 from echelon.comm.reduce_op import reduce_into
 from echelon.comm.shm.area import SLOT_NBYTES, Area, ExchangedParts
 from echelon.comm.shm.direct import Direct, open_direct
-from echelon.comm.shm.staged import Staged, Staging
+from echelon.comm.shm.staged import Staged
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import CollectiveMismatch
 
@@ -104,9 +104,7 @@ class Collectives:
     def _large_path(self, call: CollectiveCall) -> Direct | Staged:
         """The path of large data, which all ranks choose together at the first large call."""
         if self._large is None:
-            self._large = open_direct(self.area, call) or Staged(
-                self.area, Staging(self.area, call)
-            )
+            self._large = open_direct(self.area, call) or Staged(self.area, call)
         return self._large
 
     # Reductions ------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from echelon.comm.derived import Barrier, Gather, Scatter
 from echelon.comm.group import Group
 from echelon.comm.ordered_executor import OrderedExecutor
 from echelon.comm.primitives import Derived, Primitive, Receive, Send
-from echelon.comm.rank_failure import cause_of
 from echelon.comm.shm.area import Area
 from echelon.comm.shm.collectives import METHODS, Collectives
 from echelon.comm.shm.mailbox import Mailbox
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall
+from echelon.diagnosis.failure_record import cause_of
 from echelon.errors import CommTimeout, RankFailed
 from echelon.process import time_limits
 
@@ -120,7 +120,7 @@ class ShmGroup(Group):
             work.wait()
         return results[0]
 
-    def probe(self, tag: int = 0) -> int | None:
+    def probe(self, tag: int) -> int | None:
         """A rank that has sent a message with ``tag`` whose receive is not posted yet, or None."""
         return self._mailbox.probe(tag)
 

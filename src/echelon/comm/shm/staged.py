@@ -21,8 +21,11 @@ HALF_NBYTES = 1 << 22
 
 
 @final
-class Staging:
-    """Two halves of ``HALF_NBYTES`` on each rank, which alternate like the slots of ``Area``."""
+class Staged:
+    """Collectives in which each rank copies the data for its peers to its staging memory.
+
+    That has two halves of ``HALF_NBYTES``, which alternate like the slots of ``Area``.
+    """
 
     def __init__(self, area: Area, call: CollectiveCall) -> None:
         self._area = area
@@ -33,19 +36,11 @@ class Staging:
             for rank in range(area.size)
         ]
 
-    def parts(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+    def _parts(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """The halves of all ranks in the next round, as 1D tensors of ``numel`` elements."""
         half = (self._area.round + 1) & 1
         nbytes = numel * dtype.itemsize
         return [halves[half].narrow(0, 0, nbytes).view(dtype) for halves in self._halves]
-
-
-@final
-class Staged:
-    """Collectives in which each rank copies the data for its peers to its staging memory."""
-
-    def __init__(self, area: Area, staging: Staging) -> None:
-        self._area, self._staging = area, staging
 
     # Reductions ------------------------------------------------------------------------------
 
@@ -58,11 +53,11 @@ class Staged:
         area, numel, dtype = self._area, tensor.numel(), tensor.dtype
         chunks = area.chunks(numel, dtype)
         start, stop = chunks[area.rank]
-        inputs = self._staging.parts(dtype, numel)
+        inputs = self._parts(dtype, numel)
         inputs[area.rank][:start].copy_(tensor[:start])
         inputs[area.rank][stop:].copy_(tensor[stop:])
         self._area.next_round(call)
-        results = self._staging.parts(dtype, numel)
+        results = self._parts(dtype, numel)
         if stop > start:
             chunk = tensor[start:stop]
             parts = [part[start:stop] for part in inputs]
@@ -91,7 +86,7 @@ class Staged:
         area, dtype = self._area, input.dtype
         piece = HALF_NBYTES // dtype.itemsize
         for start in range(0, max(output.numel() for output in outputs), piece):
-            parts = self._staging.parts(dtype, piece)
+            parts = self._parts(dtype, piece)
             source = input[start : start + piece]
             parts[area.rank][: source.numel()].copy_(source)
             area.next_round(call)
@@ -107,7 +102,7 @@ class Staged:
         piece = HALF_NBYTES // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), piece):
             part = tensor[start : start + piece]
-            staged = self._staging.parts(tensor.dtype, part.numel())[src]
+            staged = self._parts(tensor.dtype, part.numel())[src]
             if area.rank == src:
                 staged.copy_(part)
             area.next_round(call)
@@ -141,8 +136,7 @@ class Staged:
         for start in range(0, longest, piece):
             length = min(piece, longest - start)
             tables = [
-                part.view(area.size, length)
-                for part in self._staging.parts(dtype, area.size * length)
+                part.view(area.size, length) for part in self._parts(dtype, area.size * length)
             ]
             for peer in area.peers:
                 part = inputs[peer][start : start + length]

@@ -24,24 +24,6 @@ def create_segments(size: int) -> tuple[Segment, Segment]:
     return table, area
 
 
-def join(
-    rank: int,
-    size: int,
-    tokens: tuple[str, str],
-    *,
-    timeout: float,
-    name: str = "world",
-    monitor: RankMonitor | None = None,
-    job_ranks: Sequence[int] | None = None,
-) -> ShmGroup:
-    """Join the job whose segments have ``tokens``, and return when all ranks have joined.
-
-    Without a ``monitor``, this rank records nothing about itself for the others.
-    """
-    segments = Segment.open(tokens[0]), Segment.open(tokens[1])
-    return _enter(rank, size, segments, timeout, name, monitor, job_ranks)
-
-
 def connect(
     rank: int,
     size: int,
@@ -54,34 +36,39 @@ def connect(
 ) -> ShmGroup:
     """Join the other ranks of this host through ``store``, and return when all have joined.
 
-    Different jobs on one store need different names. Without a ``monitor``, this rank records
-    nothing about itself for the others. ``job_ranks`` are the members of a group of some ranks, by
-    their numbers in the job; errors name them so.
+    Different jobs on one store need different names. ``job_ranks`` are the members of a group of
+    some ranks, by their numbers in the job; errors name them so.
     """
     key = f"echelon/{name}/segments"
+    segments: Sequence[Segment]
     if rank == 0:
         segments = create_segments(size)
         store.set(key, " ".join(segment.token for segment in segments))
-        try:
-            return _enter(rank, size, segments, timeout, name, monitor, job_ranks)
-        finally:
-            for segment in segments:
-                segment.unpublish()
-    table, area = store.get(key).decode().split()
-    return join(
-        rank, size, (table, area), timeout=timeout, name=name, monitor=monitor, job_ranks=job_ranks
-    )
+    else:
+        segments = [Segment.open(token) for token in store.get(key).decode().split()]
+    try:
+        return join(
+            rank, size, segments, timeout=timeout, name=name, monitor=monitor, job_ranks=job_ranks
+        )
+    finally:
+        for segment in segments:
+            segment.unpublish()
 
 
-def _enter(
+def join(
     rank: int,
     size: int,
-    segments: tuple[Segment, Segment],
+    segments: Sequence[Segment],
+    *,
     timeout: float,
-    name: str,
-    monitor: RankMonitor | None,
-    job_ranks: Sequence[int] | None,
+    name: str = "world",
+    monitor: RankMonitor | None = None,
+    job_ranks: Sequence[int] | None = None,
 ) -> ShmGroup:
+    """Join the job that has these segments, and return when all ranks have joined.
+
+    Without a ``monitor``, this rank records nothing about itself for the others.
+    """
     if monitor is None:
         monitor = RankMonitor.alone(rank if job_ranks is None else job_ranks[rank])
     table = RankTable(segments[0], rank, size, monitor, job_ranks)

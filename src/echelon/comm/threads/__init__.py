@@ -22,7 +22,6 @@ In reading order::
     worker_threads      ranks that communicate from several threads
     call_watch          how somebody looks at calls, as ``ec.step_through`` does
 
-    rank_order          what a world asks of the order of its ranks; a rank that is alone
     turns               who runs next, the clocks of ranks, and a rank that does not hand on
     blocking_calls      waits of Python in which a rank hands on after a while
     rank_threads        which rank the calling thread is

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any
 
 from echelon.diagnosis.collective_call import CollectiveCall
 
+_NOTHING = nullcontext()
 
-class CallWatch(ABC):
-    """Is asked where values move: when all ranks of a call have joined it."""
 
-    @abstractmethod
+class CallWatch:
+    """Is asked where values move: when all ranks of a call have joined it.
+
+    A watch that looks at something overrides the method.
+    """
+
     def around(
         self, ranks: Sequence[int], calls: Sequence[CollectiveCall], operations: Sequence[Any]
     ) -> AbstractContextManager[None]:
@@ -27,17 +30,4 @@ class CallWatch(ABC):
             calls: of these ranks, in the same order; of a message, the send and the receive.
             operations: what each of them has asked for.
         """
-
-
-@final
-class NoWatch(CallWatch):
-    """Nobody looks."""
-
-    def around(
-        self, ranks: Sequence[int], calls: Sequence[CollectiveCall], operations: Sequence[Any]
-    ) -> AbstractContextManager[None]:
-        """Do nothing."""
         return _NOTHING
-
-
-_NOTHING = nullcontext()

@@ -36,7 +36,7 @@ from echelon.comm.threads.pending import (
     PendingCondition,
     PendingMessage,
 )
-from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
+from echelon.comm.threads.rank_rules import RankRules
 from echelon.comm.threads.rank_threads import require_of_rank
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.work import Window, Work
@@ -47,7 +47,7 @@ T = TypeVar("T")
 Calls: TypeAlias = list[CollectiveCall]
 # Does the work of all ranks, with their items and calls in rank order.
 Act: TypeAlias = Callable[[list[T], Calls], None]
-_SETUP = TaggedMessages()
+_SETUP = RankRules()
 
 
 @final
@@ -185,7 +185,7 @@ class ThreadGroup(Group):
         """Record a call that communicates nothing, for reports of what this rank did last."""
         self._number(signature, blocking=True, is_message=True)
 
-    def probe(self, tag: int = 0) -> int | None:
+    def probe(self, tag: int) -> int | None:
         """A rank that has sent a message with ``tag`` whose receive is not posted yet, or None."""
         for (name, src, dst, sent_tag), queue in self._world.mail.items():
             is_ours = (name, dst, sent_tag) == (self.name, self.rank, tag)

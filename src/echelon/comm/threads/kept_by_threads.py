@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_threads import this_rank
 from echelon.process.replacement import Installation, Replacement
 
@@ -48,7 +47,7 @@ def kept(name: str) -> Any:
     return vars(threading.current_thread()).get(_NAME, {}).get(name)
 
 
-def started_by(order: RankOrder, rank: int) -> list[threading.Thread]:
+def started_by(order: object, rank: int) -> list[threading.Thread]:
     """The threads that run and that a rank has started, or one of these has."""
     return [
         thread
@@ -59,7 +58,7 @@ def started_by(order: RankOrder, rank: int) -> list[threading.Thread]:
     ]
 
 
-def _read_starter() -> tuple[weakref.ref[RankOrder], int]:
+def _read_starter() -> tuple[weakref.ref[object], int]:
     rank = this_rank()
     assert rank is not None
     return weakref.ref(rank.order), rank.rank

@@ -120,7 +120,7 @@ class StateOwner:
         if start is not None:
             _import_numpy_random()
             if _loaded is start:
-                start._values = _saved()
+                start._values = {name: state.save() for name, state in _states.items()}
             self._values = {
                 name: state.copy(start._values[name])
                 for name, state in _states.items()
@@ -132,7 +132,6 @@ class StateOwner:
         global _loaded
         if _loaded is self:
             return
-        # As ``_saved``, without its call.
         current = _loaded._values = {name: state.save() for name, state in _states.items()}
         for name, state in _states.items():
             if name not in self._values:  # registered since this owner ran
@@ -141,10 +140,6 @@ class StateOwner:
             if value is not current[name]:
                 state.restore(value)
         _loaded = self
-
-
-def _saved() -> dict[str, Any]:
-    return {name: state.save() for name, state in _states.items()}
 
 
 @final

@@ -1,7 +1,7 @@
 """How operations of simulated ranks match, and which of them wait for one another.
 
-``TaggedMessages`` are the rules of simulated ranks by default, and those of gloo: messages match by
-their tags, and no operation waits for another one.
+``RankRules`` are those of gloo, and of simulated ranks by default: messages match by their tags,
+and no operation waits for another one.
 
 ``OneQueue`` has the rules of NCCL, where it is strictest::
 
@@ -23,7 +23,6 @@ Law: a program that ends under these rules has no circle of waits under NCCL.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
@@ -35,34 +34,40 @@ from echelon.errors.message_text import ranks_text
 _PAIR = "pair of "  # before the name of a group, in the key of a communicator
 
 
-class RankRules(ABC):
-    """How operations match and wait. Abstract. The caller of a method holds the world's lock.
+class RankRules:
+    """Messages match by their tags; an operation runs when all its ranks have issued it.
+
+    The caller of a method holds the world's lock.
+
+    Args:
+        shares_memory: whether a rank reaches the windows of others.
 
     Attributes:
         has_tags: whether messages match by their tags, and not by the order of issue.
-        shares_memory: whether a rank reaches the windows of others.
         has_queues: whether operations wait for those that were issued before them.
     """
 
     has_tags = True
-    shares_memory = True
     has_queues = False
+
+    def __init__(self, *, shares_memory: bool = True) -> None:
+        self.shares_memory = shares_memory
 
     def of_host(self) -> RankRules:
         """The rules of groups that communicate on the host, beside those on a device."""
         return self
 
-    @abstractmethod
     def issued(self, pending: Pending, call: CollectiveCall) -> Sequence[Pending]:
         """Record that a rank has joined an operation; what can be carried out now."""
+        return () if pending.absent else (pending,)
 
-    @abstractmethod
     def completed(self, pending: Pending) -> Sequence[Pending]:
         """Record that an operation is complete; what can be carried out now."""
+        return ()
 
-    @abstractmethod
     def able(self, going: set[int]) -> Callable[[Pending], bool]:
         """Which operations may be complete one day, if only these ranks issue more."""
+        return lambda pending: pending.absent <= going
 
     def communicator(
         self, group: str, ranks: Sequence[int], pair: tuple[int, int] | None, rank: int
@@ -106,30 +111,6 @@ class RankRules(ABC):
         return ""
 
 
-@final
-class TaggedMessages(RankRules):
-    """Messages match by their tags; an operation runs when all its ranks have issued it.
-
-    Args:
-        shares_memory: see ``RankRules``.
-    """
-
-    def __init__(self, *, shares_memory: bool = True) -> None:
-        self.shares_memory = shares_memory
-
-    def issued(self, pending: Pending, call: CollectiveCall) -> Sequence[Pending]:
-        """See ``RankRules``."""
-        return () if pending.absent else (pending,)
-
-    def completed(self, pending: Pending) -> Sequence[Pending]:
-        """See ``RankRules``."""
-        return ()
-
-    def able(self, going: set[int]) -> Callable[[Pending], bool]:
-        """See ``RankRules``."""
-        return lambda pending: pending.absent <= going
-
-
 def _place(rank: int) -> tuple[int, int]:
     """Who issues a batch: another thread of the rank issues what is none of it."""
     return rank, threading.get_ident()
@@ -155,15 +136,15 @@ class OneQueue(RankRules):
     """
 
     has_tags = False
-    shares_memory = False
     has_queues = True
 
     def __init__(self, size: int) -> None:
+        super().__init__(shares_memory=False)
         self._queues: list[deque[_Launch]] = [deque() for _ in range(size)]
         self._batches: dict[tuple[int, int], _Launch] = {}  # by the rank, and its thread
         self._communicators: dict[tuple[str, tuple[int, ...]], Pending] = {}
         self._places: dict[Pending, dict[int, _Launch]] = {}  # by operation and rank
-        self._of_host = TaggedMessages(shares_memory=False)
+        self._of_host = RankRules(shares_memory=False)
         self._free_ns = [0] * size  # when the last operation of a rank was complete
 
     def of_host(self) -> RankRules:

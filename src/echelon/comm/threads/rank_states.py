@@ -50,7 +50,8 @@ def _doing(thread_world: ThreadWorld, rank: int, frame: FrameType | None) -> str
     waits = [_wait_text(call, absent) for call, absent in thread_world.waits_of(rank)]
     if waits:
         return ", and ".join(waits)
-    return thread_world.order.not_running(rank) or "runs, or blocks outside of groups"
+    is_next = thread_world.order.is_next(rank)
+    return "waits for its turn" if is_next else "runs, or blocks outside of groups"
 
 
 def _end_text(thread_world: ThreadWorld, rank: int) -> str:

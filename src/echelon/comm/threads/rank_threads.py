@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import final
 
 from echelon.comm.threads.process_state import StateOwner
-from echelon.comm.threads.rank_order import RankOrder
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.errors import StateError
 from echelon.process.this_rank import here
@@ -24,13 +23,13 @@ class RankThread:
 
     Attributes:
         rank: in the job.
-        order: of the ranks of its world.
+        order: of the ranks of its world, by which worlds are told apart.
         state: what it has for itself of the process.
         resume: waits for its turn, if it was overtaken.
     """
 
     rank: int
-    order: RankOrder
+    order: object
     state: StateOwner
     resume: Callable[[], None]
 
@@ -48,7 +47,7 @@ def resume_if_overtaken() -> None:
         rank.resume()
 
 
-def require_of_rank(order: RankOrder, call: CollectiveCall) -> None:
+def require_of_rank(order: object, call: CollectiveCall) -> None:
     """Refuse a call of a world that the thread of another rank of this world makes.
 
     Args:

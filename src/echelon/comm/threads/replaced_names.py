@@ -38,6 +38,11 @@ def _same(value: Any) -> Any:
     return value
 
 
+def empty(value: Any) -> Any:
+    """A new container of the same kind, with which a rank begins."""
+    return type(value)()
+
+
 class Place(NamedTuple):
     """Attributes that each rank has for itself.
 

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
-from echelon.comm.rank_failure import cause_of
-from echelon.comm.threads.call_watch import CallWatch, NoWatch
+from echelon.comm.threads.call_watch import CallWatch
 from echelon.comm.threads.kept_by_threads import started_by
 from echelon.comm.threads.last_seen import LastSeen
 from echelon.comm.threads.pending import (
@@ -28,12 +27,12 @@ from echelon.comm.threads.pending import (
     PendingMessage,
     RankWait,
 )
-from echelon.comm.threads.rank_order import RankOrder
-from echelon.comm.threads.rank_rules import RankRules, TaggedMessages
+from echelon.comm.threads.rank_rules import RankRules
 from echelon.comm.threads.running_time import running_s
+from echelon.comm.threads.turns import Turns
 from echelon.comm.threads.worker_threads import LOOK_S, WorkerThreads
 from echelon.diagnosis.collective_call import CollectiveCall
-from echelon.diagnosis.failure_record import is_heard
+from echelon.diagnosis.failure_record import cause_of, is_heard
 from echelon.diagnosis.rank_monitor import StepCounter
 from echelon.diagnosis.root_cause import end_of_wait_chain
 from echelon.diagnosis.step_rows import StepRows
@@ -54,22 +53,20 @@ class ThreadWorld:
     """The shared state of the simulated ranks of one job.
 
     Args:
-        order: when each rank runs.
         size: the number of ranks.
         timeout: the seconds that a rank waits for others by default.
         rules: how operations of ranks match and wait; None: messages match by their tags.
 
     Attributes:
+        order: when each rank runs.
         tells_last_calls: a deadlock names the last call of ranks that have returned.
         watch: looks at the calls of all ranks.
         aborted: by the name of a group, the rank that has aborted it, and why.
     """
 
-    def __init__(
-        self, order: RankOrder, size: int, timeout: float, rules: RankRules | None = None
-    ) -> None:
-        self.order = order
-        self.rules = TaggedMessages() if rules is None else rules
+    def __init__(self, size: int, timeout: float, rules: RankRules | None = None) -> None:
+        self.order = order = Turns(size)
+        self.rules = RankRules() if rules is None else rules
         self.size = size
         self.timeout = timeout
         self.sightings = [LastSeen() for _ in range(size)]
@@ -88,7 +85,7 @@ class ThreadWorld:
         self._conditions: list[PendingCondition] = []  # that ranks wait for
         self._mismatch: tuple[int, CollectiveMismatch] | None = None  # see ``note_mismatch``
         self.tells_last_calls = False
-        self.watch: CallWatch = NoWatch()
+        self.watch = CallWatch()
         self.aborted: dict[str, tuple[int, str]] = {}
 
     def enter(self, rank: int) -> None:

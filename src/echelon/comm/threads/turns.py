@@ -45,7 +45,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import final
@@ -56,7 +56,6 @@ from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
-from echelon.comm.threads.rank_order import RankOrder
 from echelon.comm.threads.rank_threads import RankThread, this_rank
 from echelon.comm.threads.replaced_names import watching_imports
 from echelon.comm.threads.running_time import running_ns, stops
@@ -72,11 +71,27 @@ _BUSY = 0.1  # the share of a core that a process uses at least if its rank does
 
 
 @final
-class Turns(RankOrder):
-    """Ranks run one at a time, from one wait to the next."""
+class Turns:
+    """Ranks run one at a time, from one wait to the next.
+
+    The caller of a method holds ``lock``, unless the method says otherwise.
+
+    Args:
+        size: the number of ranks.
+
+    Attributes:
+        lock: of the world.
+        asking_thread: the thread whose debugger asks for a command, if one does.
+        when_rank_runs: called by each rank on its thread before it goes on, with the lock, if a
+            debugger has breakpoints.
+    """
 
     def __init__(self, size: int) -> None:
-        super().__init__(size)
+        self.lock = threading.RLock()  # whose conditions wait without Python code of their own
+        self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
+        self.asking_thread: int | None = None
+        self.when_rank_runs: Callable[[], None] | None = None
+        self._in_a_hurry = False
         self._size = size
         rank = this_rank()
         self._starter = starter = OUTSIDE if rank is None else rank.state
@@ -156,8 +171,21 @@ class Turns(RankOrder):
 
     # Waiting ---------------------------------------------------------------------------------
 
+    def require_running(self, call: object) -> None:
+        """Refuse a call that a user has typed, as long as no other rank runs. Needs no lock.
+
+        Raises:
+            StateError: the debugger of the calling thread asks for commands.
+        """
+        if self.asking_thread == threading.get_ident():
+            raise StateError(f"{call} needs other ranks, which are stopped: step over the line (n)")
+
     def sleep(self, rank: int, seconds: float, patience_s: float) -> None:
-        """Hand on, if this thread has the turn, until the rank is woken, or for some seconds."""
+        """Hand on, if this thread has the turn, until the rank is woken, or for some seconds.
+
+        Args:
+            patience_s: how long another rank may keep this one from running.
+        """
         if self._has_turn(rank):
             self._patience_s[rank] = patience_s
             self._stop_clock(rank)
@@ -165,7 +193,11 @@ class Turns(RankOrder):
         wait_for(self._wakeups[rank], seconds)
 
     def resume(self, rank: int, *, overtake: bool = False) -> None:
-        """Return when it is the turn of the rank, unless this is another one of its threads."""
+        """Return when it is the turn of the rank, unless this is another one of its threads.
+
+        Args:
+            overtake: do not wait long for a rank that does not hand on, since the world fails.
+        """
         if self._threads[rank] != threading.get_ident() or self._running == rank:
             return
         renew_grace()
@@ -188,7 +220,7 @@ class Turns(RankOrder):
                 self.resume(rank)
 
     def wake(self, rank: int, threads: Iterable[int]) -> None:
-        """Let the rank have a turn, if one of these threads takes its turns."""
+        """Let the rank have a turn, if one of these threads, which sleep, takes its turns."""
         takes_turns = self._threads[rank]
         for thread in threads:
             if thread != takes_turns:
@@ -199,7 +231,11 @@ class Turns(RankOrder):
                     self._hand_on(rank)
 
     def yield_turn(self, rank: int, patience_s: float | None = None) -> None:
-        """Let all others that want have their turns."""
+        """Let all others that want have their turns, before the rank asks again. Without lock.
+
+        Args:
+            patience_s: as for ``sleep``; None: that of a rank that is in no call.
+        """
         with self.lock:
             if self._has_turn(rank) and self._wanting:
                 if patience_s is not None:
@@ -208,6 +244,12 @@ class Turns(RankOrder):
                 self._wanting.add(rank)
                 self._hand_on(rank)
                 self._take_next_turn(rank)
+
+    def hurry(self) -> None:
+        """Let no rank wait long before it runs from now on, since the world has failed."""
+        self._in_a_hurry = True
+        for wakeup in self._wakeups:
+            wakeup.notify_all()
 
     @contextmanager
     def _blocked(self, rank: int) -> Iterator[None]:
@@ -255,7 +297,10 @@ class Turns(RankOrder):
     # Clocks ----------------------------------------------------------------------------------
 
     def clock(self, rank: int) -> int:
-        """See [Note: clocks]; that of ``_WORLD`` stands still while ranks are held only."""
+        """The nanoseconds of a rank, see [Note: clocks]. Needs no lock.
+
+        The clock of ``_WORLD`` stands still while ranks are held only.
+        """
         since_ns = self._since_ns[rank]
         if since_ns is None:
             return self._shown_ns[rank]
@@ -271,7 +316,10 @@ class Turns(RankOrder):
         self._shown_ns[rank] += max(0, nanoseconds - self.clock(rank))
 
     def idle_ns(self) -> int:
-        """The nanoseconds in which no rank could run, as when their threads wait for each other."""
+        """The nanoseconds in which no rank could run, as when their threads wait for each other.
+
+        Needs no lock.
+        """
         since_ns = self._idle_since_ns
         return self._idle_ns + (0 if since_ns is None else self.clock(_WORLD) - since_ns)
 
@@ -303,10 +351,6 @@ class Turns(RankOrder):
     def is_next(self, rank: int) -> bool:
         """Whether the rank waits for its turn, or has been given it and has not noticed yet."""
         return rank in self._wanting or (self._holder == rank != self._running)
-
-    def not_running(self, rank: int) -> str | None:
-        """That the rank waits for its turn; None if it does not."""
-        return "waits for its turn" if self.is_next(rank) else None
 
     def _has_turn(self, rank: int) -> bool:
         return self._running == rank and self._threads[rank] == threading.get_ident()

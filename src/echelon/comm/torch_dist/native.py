@@ -190,10 +190,11 @@ class NativeGroup(TorchGroup):
             return work
         out_view, in_view = _reducible(output, op), _reducible(input, op)
         if out_view is None or in_view is None or not is_even:
-            parts = output.new_empty(self.size * output.numel())
-            work = self._exchange(call, parts, input, _even(parts, self.size), splits)
-            rows = _rows(parts, self.size)
-            if output.numel():
+            numel = output.numel()
+            parts = output.new_empty(self.size * numel)
+            work = self._exchange(call, parts, input, [numel] * self.size, splits)
+            rows = EqualParts(parts, self.size)
+            if numel:
                 work.then(lambda: reduce_into([output], rows, op))
             return work
         options = c10d.ReduceScatterOptions()
@@ -220,7 +221,7 @@ class NativeGroup(TorchGroup):
     ) -> Work:
         everyone = tensor.new_empty(self.size * tensor.numel())
         work = self._gather_flat(call, everyone, tensor)
-        rows = _rows(everyone, self.size)
+        rows = EqualParts(everyone, self.size)
         if outputs:
             work.then(lambda: reduce_into(outputs, rows, op))
         return work
@@ -251,7 +252,7 @@ class NativeGroup(TorchGroup):
             return self._gather_flat(call, flat, input)
         everyone = input.new_empty(self.size * input.numel())
         work = self._gather_flat(call, everyone, input)
-        work.then(lambda: _copy_all(outputs, _rows(everyone, self.size)))
+        work.then(lambda: _copy_all(outputs, EqualParts(everyone, self.size)))
         return work
 
     def _gather_flat(self, call: CollectiveCall, output: Tensor, input: Tensor) -> Work:
@@ -272,7 +273,7 @@ class NativeGroup(TorchGroup):
             everyone, part = input.new_empty(self.size * longest), input.new_zeros(longest)
             part[: input.numel()].copy_(input)
             work = self._gather_flat(call, everyone, part)
-            rows = zip(_rows(everyone, self.size), lengths, strict=True)
+            rows = zip(EqualParts(everyone, self.size), lengths, strict=True)
             targets, parts = [*map(_bytes, outputs)], [_bytes(row[:numel]) for row, numel in rows]
             work.then(lambda: torch._foreach_copy_(targets, parts))
             return work
@@ -434,15 +435,6 @@ def _padded(flat: Tensor, lengths: Sequence[int]) -> Tensor:
     targets = [row[:numel] for row, numel in zip(padded.unbind(0), lengths, strict=True)]
     torch._foreach_copy_(targets, flat.split(list(lengths)))
     return padded.view(-1)
-
-
-def _even(tensor: Tensor, count: int) -> list[int]:
-    return [tensor.numel() // count] * count
-
-
-def _rows(flat: Tensor, count: int) -> Sequence[Tensor]:
-    """``flat`` cut into ``count`` equal parts, also when it is empty."""
-    return flat.view(count, -1).unbind(0) if flat.numel() else [flat] * count
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

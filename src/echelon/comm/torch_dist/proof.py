@@ -25,6 +25,7 @@ from functools import partial
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from echelon.comm.buffers import from_bytes
 from echelon.comm.secret import NONCE_NBYTES, PROOF_NBYTES, Secret, nonce
 from echelon.comm.torch_dist.peers import PeerLost, Peers, collective_tag
 from echelon.comm.torch_dist.stores import await_keys
@@ -79,7 +80,7 @@ def _exchange(
 ) -> dict[int, bytes]:
     """Send each peer its message; returns the ``nbytes`` bytes that each peer has sent."""
     received = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer in messages}
-    sent = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in messages.values()]
+    sent = list(map(from_bytes, messages.values()))
     works = [peers.recv(tensor, peer, tag) for peer, tensor in received.items()]
     works += [peers.send(data, peer, tag) for peer, data in zip(messages, sent, strict=True)]
     peers.wait(works, deadline)

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from echelon.comm.buffers import from_bytes
 from echelon.comm.torch_dist.peers import Peers, collective_tag
 from echelon.diagnosis.collective_call import CallSignature, CollectiveCall, fingerprint
 from echelon.errors import CollectiveMismatch
@@ -76,7 +77,7 @@ def _describe(call: CollectiveCall, sends: list[int], expects: list[int]) -> Ten
     text = text_bytes(f"{call.signature}{lengths} at {call.place}")
     if len(text) > _TEXT_NBYTES:
         text = text[: _TEXT_NBYTES - 3] + b"..."
-    return torch.frombuffer(bytearray(text.ljust(_TEXT_NBYTES, b"\0")), dtype=torch.uint8)
+    return from_bytes(text.ljust(_TEXT_NBYTES, b"\0"))
 
 
 def _read(row: Tensor) -> str:
