@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.laboratory.batch_rows import Loss, Row, model_call, select_from
+from echelon.laboratory.batch_rows import Loss, Row, batch_tensors, model_call, select_from
 from echelon.laboratory.value_recorder import TrainingValues, ValueRecorder
+from echelon.pipeline.microbatch import join_microbatches
 
 SEED = 0  # of the model, and of each process before it trains
 # How far weights are moved to see what rounding does: more than float64 rounds, so that float32
@@ -200,14 +201,10 @@ def _perturb(model: nn.Module) -> None:
 
 def _joined(outputs: Sequence[Any]) -> Any:
     """The output of a batch from those of its parts."""
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    columns = []
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
-        if isinstance(column[0], Tensor) and not column[0].dim():
-            raise UnsupportedError(
-                "the model draws random numbers and returns a number for a whole batch, which "
-                "cannot be put together from those of ranks: return outputs by rows, and compute "
-                "the loss in loss_fn"
-            )
-        columns.append(torch.cat(column) if isinstance(column[0], Tensor) else column[0])
-    return pytree.tree_unflatten(columns, flat[0][1])
+    if any(not tensor.dim() for tensor in batch_tensors(outputs[0])):
+        raise UnsupportedError(
+            "the model draws random numbers and returns a number for a whole batch, which "
+            "cannot be put together from those of ranks: return outputs by rows, and compute "
+            "the loss in loss_fn"
+        )
+    return join_microbatches(outputs)
