@@ -77,7 +77,7 @@ def read_costs(costs: CostsByName | None, num_stages: int) -> Costs:
     b, i, w = lists.get("B"), lists.get("I"), lists.get("W")
     if b is None:
         i, w = i or ones, w or ones
-        b = _add(i, w)
+        b = tuple(x + y for x, y in zip(i, w, strict=True))
     elif i is None and w is None:
         i = w = tuple(x / 2 for x in b)
     elif i is None or w is None:
@@ -110,7 +110,3 @@ def _by_stage(name: str, value: object, num_stages: int) -> tuple[float, ...]:
         if not isinstance(number, int | float) or not 0 <= number < math.inf:
             raise ArgumentError(f"costs[{name!r}] has {number!r:.80}; a cost is a number >= 0")
     return tuple(float(number) for number in numbers)
-
-
-def _add(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
