@@ -14,7 +14,6 @@ from echelon.process.atomic_files import naming, remove_empty_folder, remove_fil
 from echelon.process.file_lock import lock_file, unlock_file
 from echelon.process.operating_system import at_fork
 
-
 _locks: set[int] = set()
 
 
