@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from echelon.errors import ArgumentError, UnsupportedError
 from echelon.laboratory.batch_rows import Loss, Row, batch_tensors, model_call, select_from
 from echelon.laboratory.value_recorder import TrainingValues, ValueRecorder
+from echelon.modules.nested import cast_floats
 from echelon.pipeline.microbatch import join_microbatches
 
 SEED = 0  # of the model, and of each process before it trains
@@ -155,7 +156,7 @@ class OneProcess:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             model = self.make_model().float()
-            call = model_call(pytree.tree_map(_to_float32, batch))
+            call = model_call(cast_floats(batch, Tensor.float))
             try:
                 model(*call.args, **call.kwargs)
             except Exception:  # it does not run at all: the model's own error says why
@@ -178,11 +179,6 @@ class OneProcess:
                 "compute it from the output, without detach() or item()"
             )
         return loss.reshape(())
-
-
-def _to_float32(leaf: Any) -> Any:
-    is_double = isinstance(leaf, Tensor) and leaf.dtype is torch.float64
-    return leaf.float() if is_double else leaf
 
 
 def _reversed(batch: Any) -> Any:
