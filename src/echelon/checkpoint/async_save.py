@@ -29,6 +29,7 @@ from echelon.errors import CheckpointError
 from echelon.launch.run import entered
 from echelon.process.background_threads import run_in_background
 from echelon.process.process_end import failing_process
+from echelon.ranges import pack
 
 # Registers a function to be called at the end of the world or the script, with the seconds that it
 # may take if this rank has failed; returns its removal.
@@ -207,16 +208,13 @@ class AsyncSaver:
     def _copy(self, saving: Saving) -> None:
         """Stage the values: copy them, so that training may go on while they are written."""
         values = saving.values()
-        starts, end = [], 0
-        for tensor in values:
-            starts.append(end)
-            end += -(-tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
-        if self._memory is None or self._memory.numel() < end:
+        places = pack([tensor.nbytes for tensor in values], _ALIGN_NBYTES)
+        if self._memory is None or self._memory.numel() < places.numel:
             self._memory = None  # freed before more is taken
-            self._memory = self._device.host_memory(end, torch.uint8)
+            self._memory = self._device.host_memory(places.numel, torch.uint8)
         copies = [
             copy_aside(tensor, self._memory[start : start + tensor.nbytes])
-            for start, tensor in zip(starts, values, strict=True)
+            for start, tensor in zip(places.starts, values, strict=True)
         ]
         self._device.synchronize()
         saving.replace_values(copies)
