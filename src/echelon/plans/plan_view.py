@@ -24,7 +24,7 @@ def _(shown: Plan) -> View:
         ]
         for rank in range(min(shown.num_ranks, _MOST_ROWS))
     ]
-    more = "" if shown.num_ranks <= _MOST_ROWS else f"The first {_MOST_ROWS} of {shown.num_ranks}. "
+    more = "" if shown.num_ranks <= _MOST_ROWS else f"The first {_MOST_ROWS} of {shown.num_ranks}."
     parts = []
     if shown.num_ranks <= _MOST_DRAWN:
         about = (
@@ -33,7 +33,7 @@ def _(shown: Plan) -> View:
         )
         parts.append(ViewPart(title="Ranks", about=about, content=_mesh(shown)))
     table = TextTable(heads=["rank", *axes, "reads"], rows=rows)
-    parts.append(ViewPart(title="Where each rank is", about=more.strip(), content=table))
+    parts.append(ViewPart(title="Where each rank is", about=more, content=table))
     if shown.pp > 1:
         parts += view_of(shown.make_schedule()).parts
     facts = [(str(shown.num_ranks), "ranks"), (str(shown.data_size), "parts of a batch")]
