@@ -256,7 +256,7 @@ class _PartialForward(nn.Module):
         self._cache.begin_forward()
         call = received["model"]
         leaves, treespec = self._cache.get_or_make(
-            [*call, device], lambda: _load_fake_call(*call, device, self._cache)
+            [*call, device], lambda: _load_fake_call(call, device, self._cache)
         )
         fake_args, fake_kwargs = pytree.tree_unflatten(leaves, treespec)
         if not kwargs.keys() <= fake_kwargs.keys():
@@ -396,8 +396,9 @@ def _check_router_logits(model: nn.Module) -> None:
 
 
 def _load_fake_call(
-    treespec: str, dumped: Sequence[Any], device: torch.device, cache: FakeTensorCache
+    call: Any, device: torch.device, cache: FakeTensorCache
 ) -> tuple[list[Any], Any]:
     """The arguments of the model, with fake tensors: leaves and treespec."""
+    treespec, dumped = call
     leaves = with_fakes(dumped, device, "the input of the model", cache)
     return leaves, pytree.treespec_loads(treespec)
