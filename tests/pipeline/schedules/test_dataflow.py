@@ -54,7 +54,6 @@ def test_a_send_and_its_receive_are_one_transfer() -> None:
     assert ends_of(parse_item("0SEND_F0")) == ends_of(parse_item("1RECV_F0"))
 
 
-
 def test_no_other_file_says_which_stage_is_next() -> None:
     places = []
     for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("planner/**/*.py")]:
