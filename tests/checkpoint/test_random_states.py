@@ -11,12 +11,7 @@ import pytest
 import torch
 
 import echelon as ec
-from echelon.checkpoint.random_states import (
-    GENERATORS,
-    RandomChanges,
-    RandomStates,
-    random_states,
-)
+from echelon.checkpoint.random_states import GENERATORS, RandomChanges, RandomStates
 from echelon.comm.world import World
 from echelon.errors import ArgumentError
 from tests.worlds import run_world
@@ -99,7 +94,7 @@ def test_simulated_ranks_in_turns_go_on_as_processes_do(tmp_path: Path) -> None:
 
 def test_derived_states_depend_on_the_saved_ones_and_the_rank_alone() -> None:
     def of(number: int, rank: int) -> list[list[float]]:
-        states = random_states(CPU)
+        states = RandomChanges(CPU).states()
         version, numbers, gauss = random.Random(number).getstate()
         states["python"] = [version, torch.tensor(numbers), gauss]
         keys = np.random.RandomState(number).get_state(legacy=True)[1]
@@ -108,7 +103,7 @@ def test_derived_states_depend_on_the_saved_ones_and_the_rank_alone() -> None:
         RandomStates.of(states, CPU, "x").for_rank(rank, GENERATORS, CPU).restore(CPU)
         return draws()
 
-    before = random_states(CPU)
+    before = RandomChanges(CPU).states()
     found = {(number, rank): of(number, rank) for number in (1, 2) for rank in (1, 2)}
     assert all(of(*case) == own for case, own in found.items())
     for streams in zip(*found.values(), strict=True):
@@ -129,7 +124,7 @@ def test_another_generator_of_numpy_is_refused_with_advice(
 
 def test_only_states_that_have_changed_are_given() -> None:
     changes = RandomChanges(CPU)
-    assert {*changes.states()} == {*random_states(CPU)}
+    assert {*changes.states()} == {*RandomChanges(CPU).states()}
     assert changes.states() == {}
     torch.rand(1)
     assert {*changes.states()} == {"torch"}
@@ -137,10 +132,10 @@ def test_only_states_that_have_changed_are_given() -> None:
     np.random.rand()
     states = changes.states()
     assert {*states} == {"python", "numpy"}
-    assert repr(states["python"]) == repr(random_states(CPU)["python"])
+    assert repr(states["python"]) == repr(RandomChanges(CPU).states()["python"])
     np.random.standard_normal()  # draws two numbers, and keeps one for later
     changes.states()
     np.random.standard_normal()
     assert {*changes.states()} == {"numpy"}
     changes.forget()
-    assert {*changes.states()} == {*random_states(CPU)}
+    assert {*changes.states()} == {*RandomChanges(CPU).states()}

@@ -15,7 +15,7 @@ from tests.worlds import run_world
 def wrong_arguments_are_refused(world: World) -> None:
     stages = build("plain", world.size)
     for options, error, words in (
-        ({"microbatches": 0}, ArgumentError, "microbatches is 0; give a whole number >= 1"),
+        ({"microbatches": 0}, ArgumentError, "^microbatches is 0; give a whole number >= 1"),
         ({"microbatches": 2.5}, ArgumentError, "microbatches is 2.5"),
         ({"schedule": "2f2b"}, ArgumentError, "no schedule '2f2b'"),
         ({"schedule": "zb-v"}, ArgumentError, "zb-v"),
@@ -34,8 +34,6 @@ def wrong_arguments_are_refused(world: World) -> None:
 
 def sizes_that_make_no_pipeline_are_refused(world: World) -> None:
     stages = build("plain", 2)
-    with pytest.raises(ArgumentError, match=r"^microbatches is 0; give a whole number >= 1"):
-        pipeline(world, stages, microbatches=0)
     alone = world.group.subgroup([0])
     if alone is not None:
         with pytest.raises(ArgumentError, match=r"^world size must be >= 2: .*Start 2 ranks"):

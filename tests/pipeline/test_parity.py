@@ -9,6 +9,7 @@ import torch
 
 import echelon as ec
 from echelon.comm.world import World
+from echelon.pipeline.schedules.passes import add_transfers
 from tests.pipeline.models import batch, build, mse, train_plain
 from tests.pipeline.sizes import TRAINING, VARIANTS, make, pipeline
 from tests.worlds import NCCL_RULES, run_world
@@ -107,11 +108,11 @@ def test_simulated_ranks_lower_a_schedule_once(monkeypatch: pytest.MonkeyPatch) 
     """It is most of the time that a pipeline of many simulated ranks takes to be made."""
     lowered = []
 
-    def counted(schedule: ec.pipeline.Schedule, **options: Any) -> ec.pipeline.Schedule:
+    def counted(schedule: ec.pipeline.Schedule, *args: Any, **options: Any) -> ec.pipeline.Schedule:
         lowered.append(schedule.name)
-        return ec.pipeline.lower(schedule, **options)
+        return add_transfers(schedule, *args, **options)
 
-    monkeypatch.setattr("echelon.pipeline.schedules.passes.lower", counted)
+    monkeypatch.setattr("echelon.pipeline.schedules.passes.add_transfers", counted)
 
     def main(world: World) -> None:
         ec.Pipeline(build("plain", 4), world.group, microbatches=17, loss_fn=mse)

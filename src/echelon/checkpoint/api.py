@@ -149,10 +149,9 @@ def async_save(
     options = SaveOptions(keep=keep, overwrite=overwrite)
     saving = _begin("async_save", directory, step, items, options, rng=rng)
     if isinstance(saving, SkippedSave):
-        return AsyncSave(saving, saving.target, None, lambda finish: lambda: None)
+        return AsyncSave(saving, None, lambda finish: lambda: None)
     try:  # from here on all ranks are in async_save
-        background = AsyncSaver.of(items.group)
-        return background.start(saving, saving.target, items.group, items.device)
+        return AsyncSaver.of(items.group).start(saving)
     except BaseException:
         saving.abandon()
         raise

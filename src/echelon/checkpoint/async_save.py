@@ -29,6 +29,7 @@ from echelon.errors import CheckpointError
 from echelon.launch.run import entered
 from echelon.process.background_threads import run_in_background
 from echelon.process.process_end import failing_process
+from echelon.ranges import pack
 
 # Registers a function to be called at the end of the world or the script, with the seconds that it
 # may take if this rank has failed; returns its removal.
@@ -48,7 +49,6 @@ class AsyncSave:
 
     Args:
         saving: writes on another thread, which starts here; in a replay it writes nothing.
-        path: the folder of the step.
         group: the ranks that save; None: this rank alone.
         at_end: registers a function for the regular end of the world or the script.
 
@@ -63,14 +63,8 @@ class AsyncSave:
         'step-000000003'
     """
 
-    def __init__(
-        self,
-        saving: Saving | SkippedSave,
-        path: Place,
-        group: Group | None,
-        at_end: AtEnd,
-    ) -> None:
-        self.path = path
+    def __init__(self, saving: Saving | SkippedSave, group: Group | None, at_end: AtEnd) -> None:
+        self.path: Place = saving.target
         self._group = group
         self._error: BaseException | None = None
         self._was_raised = False
@@ -169,7 +163,8 @@ class AsyncSaver:
         self.group: Group | None = None
         if group is not None and group.size > 1:
             self.group = group.subgroup(range(group.size), device="cpu")
-        self._at_end = at_end
+        self._ranks, self._at_end = group, at_end
+        self._device = device_of(torch.device("cpu") if group is None else group.device)
         self._last: AsyncSave | None = None
         self._memory: Tensor | None = None
 
@@ -203,30 +198,25 @@ class AsyncSaver:
         if last is not None:
             last.finish()
 
-    def start(
-        self, saving: Saving, path: Place, group: Group | None, device: torch.device
-    ) -> AsyncSave:
+    def start(self, saving: Saving) -> AsyncSave:
         """Copy what ``saving`` writes, and have it write the copies on another thread."""
         saving.hand_over(self.group)
-        saving.prepare(lambda: self._copy(saving, device))
-        self._last = AsyncSave(saving, path, group, self._at_end)
+        saving.prepare(partial(self._copy, saving))
+        self._last = AsyncSave(saving, self._ranks, self._at_end)
         return self._last
 
-    def _copy(self, saving: Saving, device: torch.device) -> None:
+    def _copy(self, saving: Saving) -> None:
         """Stage the values: copy them, so that training may go on while they are written."""
         values = saving.values()
-        starts, end = [], 0
-        for tensor in values:
-            starts.append(end)
-            end += -(-tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
-        if self._memory is None or self._memory.numel() < end:
+        places = pack([tensor.nbytes for tensor in values], _ALIGN_NBYTES)
+        if self._memory is None or self._memory.numel() < places.numel:
             self._memory = None  # freed before more is taken
-            self._memory = device_of(device).host_memory(end, torch.uint8)
+            self._memory = self._device.host_memory(places.numel, torch.uint8)
         copies = [
             copy_aside(tensor, self._memory[start : start + tensor.nbytes])
-            for start, tensor in zip(starts, values, strict=True)
+            for start, tensor in zip(places.starts, values, strict=True)
         ]
-        device_of(device).synchronize()
+        self._device.synchronize()
         saving.replace_values(copies)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import final
 
 import xxhash
 
@@ -43,25 +42,6 @@ def are_checksums(values: Collection[object]) -> bool:
     )
 
 
-@final
-class Checksum:
-    """The checksum of bytes that come in parts.
-
-    Example:
-        >>> parts = Checksum()
-        >>> parts.update(b"one ")
-        >>> parts.update(b"two")
-        >>> parts.hexdigest() == checksum(b"one two")
-        True
-    """
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Add ``data``, which is read in place, after what came before."""
-        self._state.update(data)
-
-    def hexdigest(self) -> str:
-        """The checksum of all bytes added so far."""
-        return self._state.hexdigest()
+# The checksum of bytes that come in parts: ``update`` adds some, which are read in place, and
+# ``hexdigest`` gives that of all so far.
+Checksum = xxhash.xxh3_64

@@ -49,7 +49,7 @@ from echelon.process.operating_system import c_function
 
 _SAVING, _REMOVING = ".saving-", ".removing-"
 _LEFT = re.compile(rf"{_SAVING}[0-9]{{9}}-[0-9a-f]{{32}}|{_REMOVING}[0-9a-f]{{32}}")
-_LOCK = ".lock"
+LOCK = ".lock"
 _CHUNK_NBYTES = 1 << 20  # hashed and then written while it is in the cache
 _READ_NBYTES = 1 << 30  # macOS refuses to read 2 GiB at a time
 # Windows has the first and no other.
@@ -191,8 +191,8 @@ def others(folder: Path) -> list[str]:
     )
 
 
-def commit(temporary: Path, root: Path, step: int, replaced: Replaced) -> Path:
-    """Make a complete folder a step by one rename, and return the folder of the step.
+def commit(temporary: Path, target: Path, replaced: Replaced) -> None:
+    """Make a complete folder the step ``target`` by one rename.
 
     Args:
         replaced: what there is of this number. A damaged step is removed; a whole one is exchanged
@@ -203,7 +203,6 @@ def commit(temporary: Path, root: Path, step: int, replaced: Replaced) -> Path:
         CheckpointError: there is such a step already; or it was committed and may be lost if the
             power fails.
     """
-    target = root / step_name(step)
     sync_folder(temporary)
     aside = _set_aside(target) if replaced is Replaced.DAMAGED else None
     if replaced is Replaced.WHOLE:
@@ -214,13 +213,12 @@ def commit(temporary: Path, root: Path, step: int, replaced: Replaced) -> Path:
     else:
         os.rename(temporary, target)
     try:
-        sync_folder(root)
+        sync_folder(target.parent)
     except OSError as error:
         _take_back(target, temporary, error, exchange if aside == temporary else os.rename)
         raise
     if aside is not None:
         discard(aside)
-    return target
 
 
 def _take_back(
@@ -276,7 +274,7 @@ def remove_run(root: Path, writer: str) -> bool:
     folders = [root / step_name(step) for step in steps(root)]
     ours = [folder for folder in folders if not others(folder)]
     names = {entry.name for entry in _entries(root) if not _LEFT.fullmatch(entry.name)}
-    if names - {_LOCK, f"{WRITTEN_BY}{writer}", *(folder.name for folder in ours)}:
+    if names - {LOCK, f"{WRITTEN_BY}{writer}", *(folder.name for folder in ours)}:
         remove_steps(ours)
         return False
     remove_folder(root)

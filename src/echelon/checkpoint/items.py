@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.checkpoint.optimizers import optimizer_section
-from echelon.checkpoint.random_states import random_states
+from echelon.checkpoint.random_states import RandomChanges
 from echelon.checkpoint.sections import PER_RANK_PREFIX, Section
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError
@@ -137,7 +137,8 @@ class CheckpointItems:
         for name, value in self.values.items():
             sections[name] = self._value_section("value", name, value)
         if rng:
-            sections[RANDOM] = self._value_section("random", RANDOM, random_states(self.device))
+            states = RandomChanges(self.device).states()
+            sections[RANDOM] = self._value_section("random", RANDOM, states)
         return sections
 
     def _module_section(self, state: ShardedState) -> Section:

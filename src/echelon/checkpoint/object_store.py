@@ -83,7 +83,7 @@ class ObjectStore(StepStorage[StorePath]):
             self._remove(folder)  # also what a job that saves at the same time has uploaded
         return folder
 
-    def file_name(self, temporary: StorePath, rank: int) -> str:
+    def file_name(self, rank: int) -> str:
         return file_name(rank, uuid.uuid4().hex[:16])
 
     def create(self, path: StorePath) -> FileInProgress:

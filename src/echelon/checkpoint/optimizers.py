@@ -124,8 +124,7 @@ def _saved(
         return facts, None
     dtype = dtype_name(value.dtype)
     if per_element:
-        names = _state_names(shard, name, key)
-        return {_PER_ELEMENT: dtype}, replace(shard, names=names, values=value.detach())
+        return {_PER_ELEMENT: dtype}, replace(renamed(shard, name, key), values=value.detach())
     if not value.dim():
         return {_NUMBER: [dtype, encode(value.item(), where)[0]]}, None
     # A tensor of another shape, such as the row means of Adafactor.
@@ -147,11 +146,7 @@ def state_name(name: str, param: str, key: str) -> str:
 
 def renamed(shard: TensorShard, name: str, key: str) -> TensorShard:
     """A range of a parameter under the names that its state has in the checkpoint."""
-    return replace(shard, names=_state_names(shard, name, key))
-
-
-def _state_names(shard: TensorShard, name: str, key: str) -> tuple[str, ...]:
-    return tuple(state_name(name, param, key) for param in shard.names)
+    return shard.renamed(lambda param: state_name(name, param, key))
 
 
 def _saved_options(name: str, i: int, group: Mapping[str, Any]) -> Json:

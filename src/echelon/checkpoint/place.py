@@ -73,7 +73,7 @@ class Disk(StepStorage[Path]):
     def others(self, folder: Path) -> list[str]:
         return files.others(folder)
 
-    def file_name(self, temporary: Path, rank: int) -> str:
+    def file_name(self, rank: int) -> str:
         return file_name(rank)
 
     def create(self, path: Path) -> FileInProgress:
@@ -84,9 +84,7 @@ class Disk(StepStorage[Path]):
         replaced: Replaced
     ) -> None:  # fmt: skip
         files.write_file(temporary / MANIFEST, manifest)
-        step = step_of(target.name)
-        assert step is not None
-        files.commit(temporary, target.parent, step, replaced)
+        files.commit(temporary, target, replaced)
 
     def discard(self, temporary: Path) -> None:
         files.discard(temporary)

@@ -26,15 +26,6 @@ GENERATORS = ("python", "numpy", "torch", "device")
 _NUM_KEYS = 624  # of the Mersenne twister
 
 
-def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of this rank's generators.
-
-    Raises:
-        ArgumentError: NumPy's generator was exchanged for another kind.
-    """
-    return RandomChanges(device).states()
-
-
 @final
 class RandomChanges:
     """The states of this rank's generators, of which only those that have changed are given.
@@ -52,7 +43,7 @@ class RandomChanges:
         self._last.clear()
 
     def states(self) -> dict[str, Any]:
-        """The states that have changed since the last time, in the form of ``random_states``.
+        """The states that have changed since the last time; at first those of all generators.
 
         Raises:
             ArgumentError: NumPy's generator was exchanged for another kind.
@@ -106,7 +97,7 @@ class RandomStates:
 
     @classmethod
     def of(cls, states: object, device: torch.device, path: object) -> RandomStates:
-        """Validate what ``random_states`` returned. Nothing is restored.
+        """Validate what ``RandomChanges.states`` returned at first. Nothing is restored.
 
         Raises:
             CheckpointCorrupt: these are no states of generators.

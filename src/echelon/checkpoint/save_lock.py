@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from echelon.checkpoint.files import NOFOLLOW
+from echelon.checkpoint.files import LOCK, NOFOLLOW
 from echelon.process.atomic_files import naming, remove_empty_folder, remove_file
 from echelon.process.file_lock import lock_file, unlock_file
 from echelon.process.operating_system import at_fork
 
-_LOCK = ".lock"
 _locks: set[int] = set()
 
 
@@ -30,9 +29,9 @@ at_fork(after_in_child=_drop_locks_after_fork)
 def remove_unused(root: Path) -> None:
     """Remove the folder of a run if nothing was saved there, with its lock, where that can be."""
     with suppress(OSError):
-        if os.listdir(root) == [_LOCK]:
+        if os.listdir(root) == [LOCK]:
             with lock(root):  # while another save holds it, the folder stays
-                remove_file(root / _LOCK)
+                remove_file(root / LOCK)
         remove_empty_folder(root)
 
 
@@ -43,7 +42,7 @@ def lock(root: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another save holds it.
     """
-    path = root / _LOCK
+    path = root / LOCK
     # Who may read a file may lock it, and could stop all saves: only the user may read this one.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o600)
     _locks.add(fd)

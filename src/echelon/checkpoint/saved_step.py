@@ -92,12 +92,13 @@ class SavedStep:
             head = _hashed(self._file(index), 0, saved.header_nbytes, buffer)
             if head != saved.header_checksum:
                 raise CheckpointCorrupt("the header differs from its checksum", self._path(index))
-        for tensor, i, piece in self._pieces():
-            if piece.file % size == rank and (tensor.name, i) not in done:
-                nbytes = piece.numel * DTYPES[tensor.dtype].itemsize
-                actual = _hashed(self._file(piece.file), piece.offset, nbytes, buffer)
-                if actual != piece.checksum:
-                    raise self._differs(tensor, piece)
+        for tensor in self.manifest.tensors.values():
+            itemsize = DTYPES[tensor.dtype].itemsize
+            for i, piece in enumerate(tensor.pieces):
+                if piece.file % size == rank and (tensor.name, i) not in done:
+                    file, nbytes = self._file(piece.file), piece.numel * itemsize
+                    if _hashed(file, piece.offset, nbytes, buffer) != piece.checksum:
+                        raise self._differs(tensor, piece)
 
     def read(
         self, tensor: SavedTensor, start: int, values: Tensor, check: Share | None = None
@@ -131,16 +132,17 @@ class SavedStep:
         land(values, landed)
         return compared
 
+    def whole(self, tensor: SavedTensor) -> Tensor:
+        """The whole tensor, in new memory."""
+        values = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="cpu")
+        self.read(tensor, 0, values)
+        return values
+
     def reach(self, tensor: SavedTensor, start: int, numel: int) -> None:
         """Open the files of a range, so that only a failing disk can prevent the read later."""
         if len(self.manifest.files) <= self._storage.max_open_files:
             for read in reads(tensor.pieces, start, numel):
                 self._file(tensor.pieces[read.piece].file)
-
-    def _pieces(self) -> Iterator[tuple[SavedTensor, int, SavedPiece]]:
-        for tensor in self.manifest.tensors.values():
-            for i, piece in enumerate(tensor.pieces):
-                yield tensor, i, piece
 
     def _file(self, index: int) -> OpenFile:
         file = self._open.get(index)
@@ -251,7 +253,7 @@ def difference(
         return f"{saved.dtype}{list(saved.shape)} and {other.dtype}{list(other.shape)}"
     if _checksums(saved) == _checksums(other):
         return None
-    values, other_values = _read(first, saved), _read(second, other)
+    values, other_values = first.whole(saved), second.whole(other)
     differ = values.view(-1).view(torch.uint8) != other_values.view(-1).view(torch.uint8)
     if not bool(differ.any()):
         return None
@@ -264,9 +266,3 @@ def difference(
 
 def _checksums(saved: SavedTensor) -> list[tuple[int, str]]:
     return [(piece.start, piece.checksum) for piece in saved.pieces]
-
-
-def _read(step: SavedStep, saved: SavedTensor) -> Tensor:
-    values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype], device="cpu")
-    step.read(saved, 0, values)
-    return values

@@ -243,8 +243,7 @@ class Saving:
         if self._error is not None:
             raise self._error
         assert self._temporary is not None
-        name = self._storage.file_name(self._temporary, self._coordinator.rank)
-        path = self._temporary / name
+        path = self._temporary / self._storage.file_name(self._coordinator.rank)
         head = header([item.entry for item in self._items])
         with self._storage.create(path) as file:
             head_checksum = file.write(memoryview(head))

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-from echelon.checkpoint.checksum import Checksum
+from echelon.checkpoint.checksum import checksum
 from echelon.checkpoint.format import Manifest
 from echelon.checkpoint.tensors import digest_of
 from echelon.errors import CheckpointCorrupt, StateError
@@ -57,9 +57,7 @@ class Section:
 
     def digest(self) -> str:
         """A checksum that differs where kind or facts differ."""
-        checksum = Checksum()
-        checksum.update(json.dumps([self.kind, self.facts], sort_keys=True).encode())
-        return checksum.hexdigest()
+        return checksum(json.dumps([self.kind, self.facts], sort_keys=True).encode())
 
     def per_rank_digests(self, rank: int) -> dict[str, str]:
         """Digests of the tensors whose values may differ between ranks, by name.

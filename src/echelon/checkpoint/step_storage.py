@@ -143,7 +143,7 @@ class StepStorage(ABC, Generic[PlaceType]):
         """The names of what no save has written, and removing the folder of a step would remove."""
 
     @abstractmethod
-    def file_name(self, temporary: PlaceType, rank: int) -> str:
+    def file_name(self, rank: int) -> str:
         """The name of the file that a rank writes."""
 
     @abstractmethod

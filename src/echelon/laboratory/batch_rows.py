@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError
 from echelon.modules.nested import cast_floats
+from echelon.pipeline.microbatch import join_microbatches
 
 Loss = Callable[[Any, Any], Tensor]
 Row = tuple[int, int]  # the index of a batch, and of a row in it
@@ -132,9 +133,4 @@ def select_from(batches: Sequence[Any], rows: Sequence[Row]) -> Any:
     """A batch of rows of several batches, in that order."""
     if len({index for index, _ in rows}) == 1:
         return select_rows(batches[rows[0][0]], [row for _, row in rows])
-    leaves = [pytree.tree_leaves(select_rows(batches[index], [row])) for index, row in rows]
-    columns = [
-        torch.cat(column) if isinstance(column[0], Tensor) else column[0]
-        for column in zip(*leaves, strict=True)
-    ]
-    return pytree.tree_unflatten(columns, pytree.tree_structure(batches[rows[0][0]]))
+    return join_microbatches([select_rows(batches[index], [row]) for index, row in rows])

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from echelon import checks
 from echelon.checkpoint.items import CheckpointItems
+from echelon.checkpoint.records import MAX_STEP
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError
 from echelon.laboratory.box_recording import BoxOptions, BoxRecording
@@ -20,7 +21,7 @@ from echelon.laboratory.rank_replay import RankReplay
 from echelon.launch.run import entered
 
 EVERY = 100
-_MAX_STEP = 10**9 - 1  # so that names sort as steps do
+
 
 Batch = TypeVar("Batch")
 
@@ -88,7 +89,7 @@ class Blackbox:
         options = BoxOptions(
             keep=checks.integer("keep", keep, low=1),
             every=checks.integer("every", every, low=1),
-            first_step=checks.integer("first_step", first_step, low=1, high=_MAX_STEP),
+            first_step=checks.integer("first_step", first_step, low=1, high=MAX_STEP),
         )
         world = entered()
         if world is None:
@@ -131,8 +132,8 @@ class Blackbox:
             return
         assert self._recording is not None
         for batch in batches:
-            if self.step == _MAX_STEP:
-                raise StateError(f"a black box keeps steps up to {_MAX_STEP}")
+            if self.step == MAX_STEP:
+                raise StateError(f"a black box keeps steps up to {MAX_STEP}")
             _check_batch(batch, build)
             self.step += 1
             self._recording.begin(self.step, batch)

@@ -42,7 +42,7 @@ from echelon.laboratory.box_folder import StretchFolder
 from echelon.laboratory.job_facts import JobFacts
 from echelon.laboratory.kept_values import members
 from echelon.laboratory.replayed_program import how_to_replay
-from echelon.laboratory.step_log import RecordKind, StepLogWriter
+from echelon.laboratory.step_log import MAX_TEXT, RecordKind, StepLogWriter
 from echelon.process import time_limits
 from echelon.process.background_threads import run_in_background
 from echelon.train.finite import FiniteGuard
@@ -224,7 +224,7 @@ class BoxRecording:
         if waits:
             saving.finish()
         else:
-            self._save = self._saves.start(saving, saving.target, self._group, self._group.device)
+            self._save = self._saves.start(saving)
 
     def _finish_save(self, *, waits: bool = False) -> None:
         """If the checkpoint is written, or after it is, remove stretches that nobody needs."""
@@ -281,7 +281,7 @@ class BoxRecording:
         if self._is_closed or self._stretch is None or isinstance(error, SystemExit):
             return None
         self._has_failed = True
-        record = {"type": type(error).__name__, "text": message_of(error)[:4000]}
+        record = {"type": type(error).__name__, "text": message_of(error)[:MAX_TEXT]}
         self._append(RecordKind.ERROR, record, "error")
         self._release()
         if isinstance(error, CommError) and is_of_another(type(error).__name__):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.laboratory.comparison import Cause, CauseKind
+from echelon.laboratory.comparison import Cause, CauseKind, listed
 from echelon.laboratory.seen_rows import AlikeStreams, Coverage
 
 CLOSE = 1e-6  # relative; other causes differ by far more, and rounding by far less
@@ -129,6 +129,5 @@ def coverage_text(coverage: Coverage) -> str:
 
 
 def shortened(items: Sequence[object]) -> str:
-    """The first items, and how many there are besides."""
-    more = f" and {len(items) - _MOST_LISTED} more" if len(items) > _MOST_LISTED else ""
-    return ", ".join(map(str, items[:_MOST_LISTED])) + more
+    """The first items, more than of names, and how many there are besides."""
+    return listed(items, _MOST_LISTED)

@@ -36,35 +36,6 @@ WorldName = Literal["threads", "processes"]
 _RANKS = 2  # of a function, if nothing else is said
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareOptions:
-    """How two trainings are compared.
-
-    Attributes:
-        steps: how many steps, each with a batch.
-        ranks: how many train, for a function; 2 if None. A plan says it itself.
-        world: ``"threads"``: simulated ranks; ``"processes"``: local processes.
-        clip: the largest norm of the gradient on one process, and of a plan; None for any. A
-            function clips by itself.
-        units: which modules FSDP gathers at once, for a plan with ``shard`` > 1.
-    """
-
-    steps: int = 3
-    ranks: int | None = None
-    world: WorldName = "threads"
-    clip: float | None = None
-    units: Rule | None = None
-
-    def __post_init__(self) -> None:
-        checks.integer("steps", self.steps, low=1)
-        if self.ranks is not None:
-            checks.integer("ranks", self.ranks, low=1, high=MOST_RANKS)
-        checks.one_of("world", self.world, ("threads", "processes"))
-        if self.clip is not None:
-            checks.positive("clip", self.clip)
-
-
 def compare(
     make_model: MakeModel,
     batches: Iterable[Any],
@@ -111,23 +82,23 @@ def compare(
         >>> compare(model, data, Plan(dp=2), loss_fn=mse_loss, optimizer=sgd).verdict
         'the same: plan dp=2 on 2 ranks and one process, 3 steps in float64'
     """
-    options = CompareOptions(steps=steps, ranks=ranks, world=world, clip=clip, units=units)
-    _check_functions(make_model, loss_fn, optimizer)
-    alone = OneProcess(
-        make_model=make_model,
-        batches=checked_batches(batches, options.steps),
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        clip=options.clip,
-    )
-    job = _job_of(plan_or_function, alone, options)
-    return _Comparing(alone, job, options).result()
-
-
-def _check_functions(make_model: object, loss_fn: object, optimizer: object) -> None:
+    checks.integer("steps", steps, low=1)
+    if ranks is not None:
+        checks.integer("ranks", ranks, low=1, high=MOST_RANKS)
+    checks.one_of("world", world, ("threads", "processes"))
+    if clip is not None:
+        checks.positive("clip", clip)
     checks.function("make_model", make_model, "nothing that returns a new model")
     checks.function("loss_fn", loss_fn, "output and target")
     checks.function("optimizer", optimizer, "parameters that returns a new optimizer")
+    alone = OneProcess(
+        make_model=make_model,
+        batches=checked_batches(batches, steps),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        clip=clip,
+    )
+    return _Comparing(alone, _job_of(plan_or_function, alone, ranks, units), world).result()
 
 
 @final
@@ -141,29 +112,28 @@ class _Job:
     plan: Plan | None
 
 
-def _job_of(plan_or_function: object, alone: OneProcess, options: CompareOptions) -> _Job:
+def _job_of(
+    plan_or_function: object, alone: OneProcess, ranks: int | None, units: Rule | None
+) -> _Job:
     if isinstance(plan_or_function, Plan):
         plan = plan_or_function
-        if options.ranks not in (None, plan.num_ranks):
+        if ranks not in (None, plan.num_ranks):
             raise ArgumentError(
-                f"ranks is {options.ranks}, and the plan {plan} is for {plan.num_ranks}: leave "
-                "ranks out"
+                f"ranks is {ranks}, and the plan {plan} is for {plan.num_ranks}: leave ranks out"
             )
         check_sizes(plan, alone.batches)
-        function = PlanTraining(
-            plan=plan, loss_fn=alone.loss_fn, units=options.units, clip=options.clip
-        )
+        function = PlanTraining(plan=plan, loss_fn=alone.loss_fn, units=units, clip=alone.clip)
         return _Job(what=f"plan {plan}", ranks=plan.num_ranks, function=function, plan=plan)
     if not callable(plan_or_function):
         raise ArgumentError(
             f"plan_or_function is {plan_or_function!r:.80}; give an ec.Plan, or a function of "
             "(world, model, batches, optimizer) that trains on a rank"
         )
-    if options.units is not None:
+    if units is not None:
         raise ArgumentError("units are for a plan; a function wraps the model itself")
     _check_parameters(plan_or_function)
     name = getattr(plan_or_function, "__name__", type(plan_or_function).__name__)
-    return _Job(what=name, ranks=options.ranks or _RANKS, function=plan_or_function, plan=None)
+    return _Job(what=name, ranks=ranks or _RANKS, function=plan_or_function, plan=None)
 
 
 def _check_parameters(function: Callable[..., Any]) -> None:
@@ -184,8 +154,8 @@ def _check_parameters(function: Callable[..., Any]) -> None:
 class _Comparing:
     """Runs the trainings of one comparison, and compares them."""
 
-    def __init__(self, alone: OneProcess, job: _Job, options: CompareOptions) -> None:
-        self._alone, self._job, self._options = alone, job, options
+    def __init__(self, alone: OneProcess, job: _Job, world: WorldName) -> None:
+        self._alone, self._job, self._world = alone, job, world
 
     def result(self) -> Comparison:
         """Train, and compare."""
@@ -217,16 +187,15 @@ class _Comparing:
             )
 
     def _train_on_ranks(self, models: Sequence[nn.Module]) -> list[TrainingValues]:
-        of_processes = self._options.world == "processes"
         training = RankTraining(
             function=self._job.function,
             make_model=self._alone.make_model,
-            models=() if of_processes else models,
+            models=() if self._world == "processes" else models,
             batches=self._alone.batches,
             optimizer=self._alone.optimizer,
             name=self._job.what,
         )
-        return run(training, self._job.ranks, self._options.world)
+        return run(training, self._job.ranks, self._world)
 
     def _problem_of_streams(self, seen: SeenRows) -> Comparison | None:
         """Why the random numbers of ranks cannot be those of one process; None if they can."""

@@ -175,7 +175,7 @@ class Comparison:
         lines = [self.verdict]
         if self.first is not None:
             lines.append(f"  first: {self.first}")
-            lines.append(f"  ranks: {listed(map(str, self.first.ranks))}")
+            lines.append(f"  ranks: {listed(self.first.ranks)}")
             others = [difference.name for difference in self.differences[1:]]
             if others:
                 lines.append(f"  also in that step: {listed(others)}")
@@ -200,7 +200,7 @@ class Comparison:
                     difference.kind.value,
                     difference.name,
                     str(difference.step),
-                    listed(map(str, difference.ranks)),
+                    listed(difference.ranks),
                     f"{difference.expected:.6g}",
                     f"{difference.observed:.6g}",
                     f"{difference.relative:.2g}",
@@ -224,8 +224,8 @@ class Comparison:
         return "\n".join(parts)
 
 
-def listed(texts: Iterable[str]) -> str:
-    """The first texts, and how many there are besides."""
-    names = list(texts)
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+def listed(items: Iterable[object], most: int = _MAX_NAMES) -> str:
+    """The first items, and how many there are besides."""
+    texts = [*map(str, items)]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more

@@ -73,9 +73,7 @@ class Tolerance:
         self, expected: TrainingValues, rounding: Sequence[Mapping[ValueKind, float]]
     ) -> None:
         self._rounding = rounding
-        self._largest = [_largest(values) for values in expected.steps]
-        ending = StepValues(parameters=expected.parameters, buffers=expected.buffers)
-        self._largest.append(_largest(ending))
+        self._largest = [_largest(expected.at(step)) for step in range(len(expected.steps) + 1)]
 
     def scale(self, step: int, pair: ValuePair) -> tuple[float, float]:
         """The largest value of the expected tensor, and of all tensors of its kind."""
@@ -105,17 +103,11 @@ def _size(tensor: Tensor) -> float:
 
 def _largest(values: StepValues) -> dict[tuple[ValueKind, str], float]:
     largest: dict[tuple[ValueKind, str], float] = defaultdict(float)
-    lists = {
-        ValueKind.PARAMETER: values.parameters,
-        ValueKind.BUFFER: values.buffers,
-        ValueKind.GRADIENT: values.gradients,
-        ValueKind.STATE: values.states,
-    }
-    for kind, pieces in lists.items():
-        for piece in pieces:
+    # Not of buffers, of which each has a meaning of its own.
+    for kind in (ValueKind.PARAMETER, ValueKind.GRADIENT, ValueKind.STATE):
+        for piece in _pieces(values, kind):
             key = (kind, _key(kind, piece.name))
-            if kind is not ValueKind.BUFFER:  # of which each has a meaning of its own
-                largest[key] = max(largest[key], _size(piece.flat))
+            largest[key] = max(largest[key], _size(piece.flat))
     for outputs in values.outputs.values():
         for output in outputs:
             for tensor in output.tensors:
@@ -133,6 +125,7 @@ _ORDER = (
     ValueKind.GRADIENT,
     ValueKind.STATE,
 )
+_AT_END = (ValueKind.PARAMETER, ValueKind.BUFFER)
 
 
 @final
@@ -163,23 +156,11 @@ class ValueComparer:
             for _ in self._pairs(step, ValueKind.OUTPUT, ranks, calls):
                 pass
         self._not_by_rows |= self.counts.skipped.keys()
-        for step in range(len(self._sizes)):
-            for kind in _ORDER:
+        for step in range(len(self._sizes) + 1):
+            for kind in _ORDER if step < len(self._sizes) else _AT_END:
                 differences = self.of_kind(step, kind, ranks, calls)
                 if differences:
                     return differences
-        step = len(self._sizes)
-        for kind in (ValueKind.PARAMETER, ValueKind.BUFFER):
-            pairs = [
-                pair
-                for rank, values in enumerate(ranks)
-                for pair in piece_pairs(
-                    kind, rank, _ending(values, kind), _ending(self._expected, kind)
-                )
-            ]
-            differences = self._differences(step, kind, pairs)
-            if differences:
-                return differences
         return []
 
     def of_kind(
@@ -189,7 +170,7 @@ class ValueComparer:
         ranks: Sequence[TrainingValues],
         calls: Sequence[CallRows],
     ) -> list[tuple[ValueDifference, ValuePair]]:
-        """All differences of one kind in one step."""
+        """All differences of one kind in one step, or at the end."""
         return self._differences(step, kind, self._pairs(step, kind, ranks, calls))
 
     def rounding(self, other: TrainingValues, calls: CallRows) -> list[dict[ValueKind, float]]:
@@ -199,9 +180,9 @@ class ValueComparer:
         not go by rows, as those of an expert that gets some tokens, and are not compared any more.
         """
         rounding: list[dict[ValueKind, float]] = []
-        for step in range(len(self._sizes)):
+        for step in range(len(self._sizes) + 1):
             by_kind: dict[ValueKind, float] = defaultdict(float)
-            for kind in _ORDER:
+            for kind in _ORDER if step < len(self._sizes) else (ValueKind.PARAMETER,):
                 for pair in self._pairs(step, kind, [other], [calls]):
                     apart = self._relative(step, pair, distance(pair.observed, pair.expected))
                     if kind is ValueKind.OUTPUT and apart > CHAOTIC:
@@ -209,13 +190,7 @@ class ValueComparer:
                     else:
                         by_kind[kind] = max(by_kind[kind], apart)
             rounding.append(by_kind)
-        by_kind = defaultdict(float)
-        for pair in piece_pairs(
-            ValueKind.PARAMETER, 0, other.parameters, self._expected.parameters
-        ):
-            apart = self._relative(len(self._sizes), pair, distance(pair.observed, pair.expected))
-            by_kind[pair.kind] = max(by_kind[pair.kind], apart)
-        return [*rounding, by_kind]
+        return rounding
 
     def _relative(self, step: int, pair: ValuePair, apart: Tensor) -> float:
         of_tensor, of_kind = self._tolerance.scale(step, pair)
@@ -229,9 +204,9 @@ class ValueComparer:
         ranks: Sequence[TrainingValues],
         calls: Sequence[CallRows],
     ) -> Iterator[ValuePair]:
-        expected = self._expected.steps[step]
+        expected = self._expected.at(step)
         for rank, training in enumerate(ranks):
-            values = training.steps[step]
+            values = training.at(step)
             if kind is ValueKind.OUTPUT:
                 rows, parts = calls[rank].rows[step], calls[rank].parts[step]
                 batch = StepBatch(step, self._sizes[step], rows, parts)
@@ -248,16 +223,14 @@ class ValueComparer:
 
     def _names(self, step: int, kind: ValueKind) -> list[str]:
         """The names of all values of a kind, in the order in which they are computed."""
-        if step == len(self._sizes):
-            return [piece.name for piece in _ending(self._expected, kind)]
-        values = self._expected.steps[step]
+        values = self._expected.at(step)
         if kind is ValueKind.OUTPUT:
             return list(values.outputs)
         names = [piece.name for piece in _pieces(values, kind)]
         return names[::-1] if kind is ValueKind.GRADIENT else names  # backward starts at the end
 
     def _differences(
-        self, step: int, kind: ValueKind, pairs: Iterator[ValuePair] | Sequence[ValuePair]
+        self, step: int, kind: ValueKind, pairs: Iterator[ValuePair]
     ) -> list[tuple[ValueDifference, ValuePair]]:
         by_name: dict[str, list[tuple[ValuePair, Tensor]]] = {}
         for pair in pairs:
@@ -303,7 +276,3 @@ def _pieces(values: StepValues, kind: ValueKind) -> list[Piece]:
         ValueKind.GRADIENT: values.gradients,
         ValueKind.STATE: values.states,
     }[kind]
-
-
-def _ending(training: TrainingValues, kind: ValueKind) -> list[Piece]:
-    return training.parameters if kind is ValueKind.PARAMETER else training.buffers

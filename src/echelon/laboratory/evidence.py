@@ -176,7 +176,7 @@ class GradientEvidence:
             before: the parts that they had in the step before.
         """
         full = expected.flat.reshape(expected.shape)
-        total, apart = self._total, self._clipped_apart
+        total, apart = self._total, self.clipped_apart
         parts = []
         for rank, piece in pieces:
             local = self.local[self._share_of[rank]] if self.is_known else None
@@ -205,7 +205,8 @@ class GradientEvidence:
         return _combined(self.local, [1.0] * len(self.local)) if self.is_known else None
 
     @cached_property
-    def _clipped_apart(self) -> Gradients | None:
+    def clipped_apart(self) -> Gradients | None:
+        """What the ranks' own gradients give that are clipped one by one; None if not known."""
         if not self.is_known:
             return None
         norms, clip = self.local_norms(), self._clip
@@ -218,27 +219,11 @@ class GradientEvidence:
         """The norm of the gradient that each share's own backwards gave."""
         return tuple(norm_of(list(local.values())) for local in self.local)
 
-    def part_norms(self, ranks: Sequence[StepValues]) -> tuple[float, ...]:
-        """The norm of the whole gradient over the ranges of each rank."""
-        return _norms_by_rank(self.whole, ranks)
 
-    def mean_part_norms(self, ranks: Sequence[StepValues]) -> tuple[float, ...]:
-        """The same of the mean of means; empty if that is not known."""
-        means = self.mean_of_means
-        return () if means is None else _norms_by_rank(means, ranks)
-
-    def apart_part_norms(self, ranks: Sequence[StepValues]) -> tuple[float, ...]:
-        """The same of what the ranks' own gradients give that are clipped one by one."""
-        apart = self._clipped_apart
-        return () if apart is None else _norms_by_rank(apart, ranks)
-
-    def mean_norm(self) -> float | None:
-        """The norm of the mean of means; None if that is not known."""
-        means = self.mean_of_means
-        return None if means is None else norm_of(list(means.values()))
-
-
-def _norms_by_rank(gradients: Gradients, ranks: Sequence[StepValues]) -> tuple[float, ...]:
+def part_norms(gradients: Gradients | None, ranks: Sequence[StepValues]) -> tuple[float, ...]:
+    """The norm of gradients over the ranges of each rank; empty if they are not known."""
+    if gradients is None:
+        return ()
     return tuple(
         norm_of([piece.of(gradients[piece.name]) for piece in values.gradients]) for values in ranks
     )

@@ -14,7 +14,13 @@ from echelon.errors.message_text import ranks_text
 from echelon.laboratory.batch_rows import num_rows
 from echelon.laboratory.causes import CLOSE, equal, lower_precision, precision_cause
 from echelon.laboratory.comparison import Cause, CauseKind, ValueDifference, ValueKind
-from echelon.laboratory.evidence import GradientEvidence, StepAgain, norm_of, observed_norms
+from echelon.laboratory.evidence import (
+    GradientEvidence,
+    StepAgain,
+    norm_of,
+    observed_norms,
+    part_norms,
+)
 from echelon.laboratory.gradient_causes import StepFacts, gradient_causes, rounded_gradients_cause
 from echelon.laboratory.one_process import OneProcess
 from echelon.laboratory.pieces import Piece
@@ -79,7 +85,7 @@ def _gradient_causes(differing: Differing, trainings: Trainings, step: int) -> t
     shares = trainings.seen.shares(step)
     evidence = GradientEvidence(again, shares, trainings.seen.share_of, trainings.alone.clip)
     ranks = [values.steps[step] for values in trainings.ranks]
-    counts = {len(share) for share in shares}
+    means, counts = evidence.mean_of_means, {len(share) for share in shares}
     facts = StepFacts(
         num_ranks=len(shares),
         num_replicas=len(ranks),
@@ -90,10 +96,10 @@ def _gradient_causes(differing: Differing, trainings: Trainings, step: int) -> t
         coverage=trainings.seen.coverage(step),
         clip=trainings.alone.clip,
         whole_norm=norm_of(list(evidence.whole.values())),
-        mean_norm=evidence.mean_norm(),
-        part_norms=evidence.part_norms(ranks),
-        mean_part_norms=evidence.mean_part_norms(ranks),
-        apart_part_norms=evidence.apart_part_norms(ranks),
+        mean_norm=None if means is None else norm_of(list(means.values())),
+        part_norms=part_norms(evidence.whole, ranks),
+        mean_part_norms=part_norms(means, ranks),
+        apart_part_norms=part_norms(evidence.clipped_apart, ranks),
         local_norms=evidence.local_norms(),
         observed_norms=observed_norms(ranks),
     )
@@ -240,12 +246,12 @@ def _equal_before(pair: ValuePair, trainings: Trainings, step: int) -> int | Non
         before = [(i + 1, values.states) for i, values in enumerate(steps[:step])]
     for number, pieces in reversed(before):
         for piece in pieces:
-            if piece.name == pair.name and _same_range(pair, piece, trainings):
+            if piece.name == pair.name and _same_range(pair, piece):
                 return number
     return None
 
 
-def _same_range(pair: ValuePair, full: Piece, trainings: Trainings) -> bool:
+def _same_range(pair: ValuePair, full: Piece) -> bool:
     """Whether a rank has, in its range, the values of a full tensor."""
     if full.numel != pair.observed.numel():
         return False

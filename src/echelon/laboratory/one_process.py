@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from echelon.errors import ArgumentError, UnsupportedError
-from echelon.laboratory.batch_rows import Loss, Row, model_call, select_from
+from echelon.laboratory.batch_rows import Loss, Row, batch_tensors, model_call, select_from
 from echelon.laboratory.value_recorder import TrainingValues, ValueRecorder
+from echelon.modules.nested import cast_floats
+from echelon.pipeline.microbatch import join_microbatches
 
 SEED = 0  # of the model, and of each process before it trains
 # How far weights are moved to see what rounding does: more than float64 rounds, so that float32
@@ -154,7 +156,7 @@ class OneProcess:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             model = self.make_model().float()
-            call = model_call(pytree.tree_map(_to_float32, batch))
+            call = model_call(cast_floats(batch, Tensor.float))
             try:
                 model(*call.args, **call.kwargs)
             except Exception:  # it does not run at all: the model's own error says why
@@ -179,11 +181,6 @@ class OneProcess:
         return loss.reshape(())
 
 
-def _to_float32(leaf: Any) -> Any:
-    is_double = isinstance(leaf, Tensor) and leaf.dtype is torch.float64
-    return leaf.float() if is_double else leaf
-
-
 def _reversed(batch: Any) -> Any:
     """The rows of a batch in the other order."""
     return pytree.tree_map(lambda leaf: leaf.flip(0) if isinstance(leaf, Tensor) else leaf, batch)
@@ -200,14 +197,10 @@ def _perturb(model: nn.Module) -> None:
 
 def _joined(outputs: Sequence[Any]) -> Any:
     """The output of a batch from those of its parts."""
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    columns = []
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
-        if isinstance(column[0], Tensor) and not column[0].dim():
-            raise UnsupportedError(
-                "the model draws random numbers and returns a number for a whole batch, which "
-                "cannot be put together from those of ranks: return outputs by rows, and compute "
-                "the loss in loss_fn"
-            )
-        columns.append(torch.cat(column) if isinstance(column[0], Tensor) else column[0])
-    return pytree.tree_unflatten(columns, flat[0][1])
+    if any(not tensor.dim() for tensor in batch_tensors(outputs[0])):
+        raise UnsupportedError(
+            "the model draws random numbers and returns a number for a whole batch, which "
+            "cannot be put together from those of ranks: return outputs by rows, and compute "
+            "the loss in loss_fn"
+        )
+    return join_microbatches(outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,20 +55,12 @@ def is_inside_echelon(frame: FrameType | None) -> bool:
 
 def stack_of_frame(frame: FrameType | None) -> Stack:
     """All frames of a thread, from its innermost one."""
-    stack: Stack = []
-    while frame is not None:
-        stack.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return stack[::-1]
+    return [] if frame is None else list(traceback.walk_stack(frame))[::-1]
 
 
 def stack_of_traceback(trace: TracebackType | None) -> Stack:
     """The frames of an error."""
-    stack: Stack = []
-    while trace is not None:
-        stack.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return stack
+    return list(traceback.walk_tb(trace))
 
 
 def without_echelon(stack: Stack) -> Stack:

@@ -19,7 +19,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import pytest
 from _pytest._code.code import ReprTraceback
@@ -57,13 +57,6 @@ class EndKind(Enum):
     FREED = "it raised an error about other ranks"
     LEFT = "it skipped the test, or failed as it expected to"
     STUCK = "it did not end"
-
-
-class _EndLine(NamedTuple):
-    """One line about the end of a rank."""
-
-    place: str
-    what: str
 
 
 @final
@@ -259,7 +252,7 @@ class RankOutcomes:
                 shown = item.repr_failure(pytest.ExceptionInfo.from_exception(end.error))
             yield f"rank {rank} of {self.size} failed, too", str(shown or end.what)
         if self.size > 1:
-            rows = {rank: _EndLine(end.place, end.what) for rank, end in sorted(self.ends.items())}
+            rows = {rank: f"{end.place}{end.what}" for rank, end in sorted(self.ends.items())}
             yield "all ranks", "\n".join(_table(rows))
 
 
@@ -310,12 +303,12 @@ def _place(frames: Iterable[traceback.FrameSummary], test_path: Path) -> str:
     return f"{test_path.name}:{lines[-1]}: " if lines else ""
 
 
-def _table(rows: dict[int, _EndLine]) -> Iterator[str]:
+def _table(rows: dict[int, str]) -> Iterator[str]:
     """A line for each rank, or for several that ended alike."""
-    alike: dict[_EndLine, list[int]] = {}
+    alike: dict[str, list[int]] = {}
     for rank, row in rows.items():
         alike.setdefault(row, []).append(rank)
     for row, ranks in list(alike.items())[:_MOST_ROWS]:
-        yield f"{ranks_text(ranks)}: {row.place}{row.what}"[:_WIDTH]
+        yield f"{ranks_text(ranks)}: {row}"[:_WIDTH]
     if len(alike) > _MOST_ROWS:
         yield f"and {len(alike) - _MOST_ROWS} more"

@@ -27,11 +27,10 @@ from echelon.errors.message_text import message_of
 from echelon.laboratory.kept_run import KeptSteps, kept_batch, kept_steps
 from echelon.laboratory.rank_replay import NoteDifference, RankReplay, StepReplayed
 from echelon.laboratory.replayed_program import NamedProgram
+from echelon.laboratory.step_log import MAX_TEXT
 from echelon.launch.rank_function import taking_world
 from echelon.launch.rank_lines import printing_as
 from echelon.launch.run import run
-
-MAX_TEXT = 4000  # characters of an error that a black box keeps
 
 
 @final

@@ -32,6 +32,7 @@ _MAGIC = b"STEP"
 _FACTS = struct.Struct("<4sIQQ")  # magic, kind, step, length of the payload
 _HEAD_NBYTES = _FACTS.size + 16  # with the checksum
 _MAX_BUFFERS = 512  # in one call; the system has a limit
+MAX_TEXT = 4000  # characters of an error that is kept
 
 
 class RecordKind(IntEnum):

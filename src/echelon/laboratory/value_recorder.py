@@ -115,6 +115,12 @@ class TrainingValues:
     parameters: list[Piece]
     buffers: list[Piece]
 
+    def at(self, step: int) -> StepValues:
+        """The values of a step; after the last one, the parameters and buffers of the end."""
+        if step < len(self.steps):
+            return self.steps[step]
+        return StepValues(parameters=self.parameters, buffers=self.buffers)
+
 
 @dataclass(slots=True, eq=False)
 class _RawStep:
@@ -286,12 +292,12 @@ class ValueRecorder:
         return _current() is self
 
     def _this_step(self) -> _RawStep:
-        while len(self._steps) <= self.num_steps:
-            self._steps.append(_RawStep())
-        return self._steps[self.num_steps]
+        return self._step(self.num_steps)
 
     def _step_of(self, optimizer: Optimizer) -> _RawStep:
-        number = self._num_steps[id(optimizer)]
+        return self._step(self._num_steps[id(optimizer)])
+
+    def _step(self, number: int) -> _RawStep:
         while len(self._steps) <= number:
             self._steps.append(_RawStep())
         return self._steps[number]

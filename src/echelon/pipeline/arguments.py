@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, final, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon import checks
 from echelon.comm.agreement import compare
@@ -193,7 +193,9 @@ def local_stages(
 def check_devices(stages: Mapping[int, nn.Module], device: torch.device) -> None:
     """Refuse stages on another device than the group; sharded stages may be offloaded."""
     for index, stage in stages.items():
-        for name, tensor in () if isinstance(stage, Shardable) else _tensors_of(stage):
+        if isinstance(stage, Shardable):
+            continue
+        for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
             if nn.parameter.is_lazy(tensor):
                 raise ArgumentError(
                     f"stage {index} has {name!r}, which has no shape yet: run the model once "
@@ -204,11 +206,6 @@ def check_devices(stages: Mapping[int, nn.Module], device: torch.device) -> None
                     f"stage {index} has {name!r} on {tensor.device}, and this rank computes on "
                     f"{device}: move the stage with .to(group.device)"
                 )
-
-
-def _tensors_of(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from stage.named_parameters()
-    yield from stage.named_buffers()
 
 
 def check_agreement(lowered: Schedule, group: Group) -> None:

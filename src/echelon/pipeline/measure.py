@@ -119,12 +119,7 @@ class Measurement:
     @property
     def timeline(self) -> Timeline:
         """The last step in the block, in seconds; a computation begins when it has its inputs."""
-        steps = [
-            Step(rank, parse_item(run.text), run.start_s, run.end_s)
-            for rank, runs in enumerate(self._last_step())
-            for run in runs
-        ]
-        return Timeline.of(self._schedule.num_ranks, steps)
+        return Timeline.of(self._schedule.num_ranks, _steps(self._last_step()))
 
     @property
     def waited_s(self) -> list[float]:
@@ -135,11 +130,7 @@ class Measurement:
     def costs(self) -> dict[str, float | list[float]]:
         """Costs for ``simulate``: medians of the computations of the last 50 steps."""
         self._last_step()
-        steps = [
-            Step(rank, parse_item(run.text), run.start_s, run.end_s)
-            for rank, runs in enumerate(self._by_rank or [])
-            for run in runs
-        ]
+        steps = _steps(self._by_rank or [])
         return {**measured_costs(steps, self._schedule.num_stages), "hop": self._hop_s()}
 
     def _hop_s(self) -> float:
@@ -188,6 +179,14 @@ def _(shown: Measurement) -> View:
     parts = [timelines_part(drawn), totals_part(drawn)]
     parts += [ranks_part(drawn.simulation, shown.timeline), ViewPart(title="Waits", content=table)]
     return View(title=f"Measured: {title_of(drawn.simulation.schedule)}", parts=parts)
+
+
+def _steps(by_rank: list[list[_Run]]) -> list[Step]:
+    return [
+        Step(rank, parse_item(run.text), run.start_s, run.end_s)
+        for rank, runs in enumerate(by_rank)
+        for run in runs
+    ]
 
 
 def _sources(text: str, num_stages: int) -> list[Action]:

@@ -17,10 +17,14 @@ _BOX, _GAP, _TOP = 30, 4, 22  # pixels
 def _(shown: Plan) -> View:
     axes = {"pp": shown.pp, "dp": shown.dp, "shard": shown.shard}
     rows = [
-        [str(rank), *(str(at) for at in coordinates(rank, axes).values()), _reads(shown, rank)]
+        [
+            str(rank),
+            *map(str, coordinates(rank, axes).values()),
+            f"part {rank % shown.data_size} of {shown.data_size}",
+        ]
         for rank in range(min(shown.num_ranks, _MOST_ROWS))
     ]
-    more = "" if shown.num_ranks <= _MOST_ROWS else f"The first {_MOST_ROWS} of {shown.num_ranks}. "
+    more = "" if shown.num_ranks <= _MOST_ROWS else f"The first {_MOST_ROWS} of {shown.num_ranks}."
     parts = []
     if shown.num_ranks <= _MOST_DRAWN:
         about = (
@@ -29,15 +33,11 @@ def _(shown: Plan) -> View:
         )
         parts.append(ViewPart(title="Ranks", about=about, content=_mesh(shown)))
     table = TextTable(heads=["rank", *axes, "reads"], rows=rows)
-    parts.append(ViewPart(title="Where each rank is", about=more.strip(), content=table))
+    parts.append(ViewPart(title="Where each rank is", about=more, content=table))
     if shown.pp > 1:
         parts += view_of(shown.make_schedule()).parts
     facts = [(str(shown.num_ranks), "ranks"), (str(shown.data_size), "parts of a batch")]
     return View(title=f"Plan {shown}", facts=facts, parts=parts)
-
-
-def _reads(plan: Plan, rank: int) -> str:
-    return f"part {rank % plan.data_size} of {plan.data_size}"
 
 
 def _mesh(plan: Plan) -> Picture:

@@ -7,7 +7,7 @@ import pytest
 
 import echelon
 from echelon.pipeline.schedules.action_lists import read
-from echelon.pipeline.schedules.dataflow import Transfer, Values, crossings, ends_of
+from echelon.pipeline.schedules.dataflow import Transfer, Values, ends_of
 from echelon.pipeline.schedules.ir import parse_item
 
 ROOT = Path(echelon.__file__).parent
@@ -52,10 +52,6 @@ def test_a_send_and_its_receive_are_one_transfer() -> None:
     assert ends.on(value, 1) == (1, 0)
     assert ends.transfers == {value: Transfer(value, 0, 1)}
     assert ends_of(parse_item("0SEND_F0")) == ends_of(parse_item("1RECV_F0"))
-
-
-def test_stages_of_one_rank_exchange_nothing() -> None:
-    assert list(crossings((0, 1, 1, 0))) == [(0, 0, 1), (2, 1, 0)]
 
 
 def test_no_other_file_says_which_stage_is_next() -> None:

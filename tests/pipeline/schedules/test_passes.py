@@ -167,12 +167,6 @@ def test_bytes_of_another_number_of_stages_are_refused() -> None:
         add_unshards(schedule("1f1b", 2, 2, 2), [1])
 
 
-def test_transfers_in_sweeps_stand_where_the_runtime_of_pytorch_places_them() -> None:
-    lowered = add_transfers_in_sweeps(Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))
-    texts = " ".join(str(item) for item in lowered.orders[1])
-    assert texts == "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transfers_in_sweeps_stand_where_turns_of_one_action_place_them(variant: str) -> None:
     """PyTorch's runtime: again and again each rank in turn runs its next action, if it can."""

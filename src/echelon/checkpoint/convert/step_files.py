@@ -111,10 +111,7 @@ class SavedTensors(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        saved = self._saved[name]
-        values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-        self._step.read(saved, 0, values)
-        return values
+        return self._step.whole(self._saved[name])
 
     def facts(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Names, dtypes and shapes, without reading."""

@@ -74,7 +74,7 @@ class ActionLists:
         orders: the actions of each rank, in issue order.
         batches: by rank: the number of the batch of each action, or None.
         form: how they were given, in words.
-        gaps: the ranks whose list leaves actions out.
+        is_excerpt: whether actions are left out.
         text: in which they stand; None if they were given as objects.
         offsets: where each action stands in the text, in characters.
     """
@@ -82,14 +82,9 @@ class ActionLists:
     orders: tuple[tuple[Item, ...], ...]
     batches: tuple[tuple[int | None, ...], ...]
     form: str
-    gaps: frozenset[int] = frozenset()
+    is_excerpt: bool = False
     text: str | None = None
     offsets: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def is_excerpt(self) -> bool:
-        """Whether actions are left out."""
-        return bool(self.gaps)
 
     @cached_property
     def has_transfers(self) -> bool:
@@ -228,9 +223,7 @@ def _of_text(text: str) -> ActionLists:
         orders=tuple(tuple(cell.item for cell in row) for row in cells),
         batches=tuple(tuple(cell.batch for cell in row) for row in cells),
         form=form,
-        gaps=frozenset(
-            rank for rank, row in enumerate(rows) if any(node.kind == "gap" for node in row)
-        ),
+        is_excerpt=any(node.kind == "gap" for row in rows for node in row),
         text=text,
         offsets=tuple(tuple(cell.offset for cell in row) for row in cells),
     )

@@ -181,7 +181,7 @@ def _share(costs: Mapping[str, float] | None, v: int) -> dict[str, float]:
                 "of stages, so give one number for a rank's share"
             )
     whole = read_costs(costs, 1)
-    parts = {"F": whole.forward, "B": whole.backward, "I": whole.inputs, "W": whole.weights}
+    parts = {kind.value: by_stage for kind, by_stage in whole.by_kind.items()}
     parts |= {} if whole.pair is None else {"F&B": whole.pair}
     return {name: by_stage[0] / v for name, by_stage in parts.items()} | {"hop": whole.hop}
 

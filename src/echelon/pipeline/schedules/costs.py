@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.errors import ArgumentError
-from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Item, Pair
+from echelon.pipeline.schedules.ir import BACKWARD, FORWARD, INPUT, WEIGHT, Item, Kind, Pair
 
 _NAMES = ("F", "B", "I", "W", "F&B", "hop")
 CostsByName = Mapping[str, float | Sequence[float]]
@@ -18,18 +18,12 @@ class Costs:
     """What one microbatch costs in each stage.
 
     Attributes:
-        forward: time of F, by stage.
-        backward: time of B, by stage.
-        inputs: time of I, by stage.
-        weights: time of W, by stage.
+        by_kind: times of F, B, I and W, by stage.
         pair: time of a fused pair, by the stage of its forward; None: the sum of its parts.
         hop: time from the end of a computation to the arrival of its result on another rank.
     """
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    inputs: tuple[float, ...]
-    weights: tuple[float, ...]
+    by_kind: Mapping[Kind, tuple[float, ...]]
     pair: tuple[float, ...] | None
     hop: float
 
@@ -39,14 +33,8 @@ class Costs:
             if self.pair is not None:
                 return self.pair[item.forward.stage]
             return self.of(item.forward) + self.of(item.backward)
-        kind, _, stage = item
-        if kind is FORWARD:
-            return self.forward[stage]
-        if kind is BACKWARD:
-            return self.backward[stage]
-        if kind is INPUT:
-            return self.inputs[stage]
-        return self.weights[stage] if kind is WEIGHT else 0.0
+        times = self.by_kind.get(item.kind)
+        return 0.0 if times is None else times[item.stage]
 
 
 def read_costs(costs: CostsByName | None, num_stages: int) -> Costs:
@@ -59,8 +47,8 @@ def read_costs(costs: CostsByName | None, num_stages: int) -> Costs:
 
     Example:
         >>> costs = read_costs({"F": [1, 2], "B": 3, "hop": 0.1}, num_stages=2)
-        >>> costs.forward, costs.inputs, costs.weights
-        ((1.0, 2.0), (1.5, 1.5), (1.5, 1.5))
+        >>> [costs.by_kind[kind] for kind in (FORWARD, INPUT, WEIGHT)]
+        [(1.0, 2.0), (1.5, 1.5), (1.5, 1.5)]
     """
     costs = {} if costs is None else costs
     if not isinstance(costs, Mapping):
@@ -77,7 +65,7 @@ def read_costs(costs: CostsByName | None, num_stages: int) -> Costs:
     b, i, w = lists.get("B"), lists.get("I"), lists.get("W")
     if b is None:
         i, w = i or ones, w or ones
-        b = _add(i, w)
+        b = tuple(x + y for x, y in zip(i, w, strict=True))
     elif i is None and w is None:
         i = w = tuple(x / 2 for x in b)
     elif i is None or w is None:
@@ -90,10 +78,7 @@ def read_costs(costs: CostsByName | None, num_stages: int) -> Costs:
     if not isinstance(hop, int | float) or not 0 <= hop < math.inf:
         raise ArgumentError(f"costs['hop'] is {hop!r:.80}; give one number >= 0 for all messages")
     return Costs(
-        forward=lists.get("F", ones),
-        backward=b,
-        inputs=i,
-        weights=w,
+        by_kind={FORWARD: lists.get("F", ones), BACKWARD: b, INPUT: i, WEIGHT: w},
         pair=lists.get("F&B"),
         hop=float(hop),
     )
@@ -110,7 +95,3 @@ def _by_stage(name: str, value: object, num_stages: int) -> tuple[float, ...]:
         if not isinstance(number, int | float) or not 0 <= number < math.inf:
             raise ArgumentError(f"costs[{name!r}] has {number!r:.80}; a cost is a number >= 0")
     return tuple(float(number) for number in numbers)
-
-
-def _add(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))

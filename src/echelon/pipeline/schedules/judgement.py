@@ -99,7 +99,8 @@ class ScheduleVerdict:
         for circle, broken in rules.items():
             title = " and ".join(rule.words for rule in broken)
             lines += ["", f"{title}: these wait for each other", ""]
-            lines += [f"  {line}".rstrip() for line in circle_lines(self.lists, circle)]
+            drawn = [*_rows(self.lists, circle), "", *_ladder(self.lists, circle)]
+            lines += [f"  {line}".rstrip() for line in drawn]
         return lines
 
 
@@ -147,7 +148,8 @@ def judge(
             same = dict.fromkeys(chosen, circle)
             return ScheduleVerdict(lists=lists, problem=None, circles=same, notes=tuple(notes))
         if not lists.is_excerpt:
-            lists = _with_transfers(lists)
+            lowered = add_transfers_in_sweeps(Schedule.from_orders(lists.orders))
+            lists = replace(read(lowered), form=lists.form)
             notes.append(
                 "sends and receives are not in it; they are taken to stand where PyTorch's runtime "
                 "places them, and indices count them"
@@ -164,12 +166,6 @@ def _rules(rules: Collection[WaitRule | str]) -> list[WaitRule]:
         if rule not in names:
             raise ArgumentError(f"there is no rule {rule!r:.80}; give some of {', '.join(names)}")
     return [WaitRule(rule) for rule in dict.fromkeys(rules)]
-
-
-def _with_transfers(lists: ActionLists) -> ActionLists:
-    """The lists with sends and receives, which stand in no text."""
-    lowered = add_transfers_in_sweeps(Schedule.from_orders(lists.orders))
-    return replace(read(lowered), form=lists.form)
 
 
 def _notes(lists: ActionLists) -> tuple[str, ...]:
@@ -203,11 +199,6 @@ def _counted(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 # --- the drawing of a circle ---------------------------------------------------------------------
-
-
-def circle_lines(lists: ActionLists, circle: Sequence[Wait]) -> list[str]:
-    """The lists of the ranks in a circle with its actions marked, and the circle as a ladder."""
-    return [*_rows(lists, circle), "", *_ladder(lists, circle)]
 
 
 def circle_in_short(circle: Sequence[Wait]) -> str:
@@ -252,6 +243,7 @@ def _drawn(length: int, marked: Sequence[int]) -> list[int | None]:
 
 
 def _rows(lists: ActionLists, circle: Sequence[Wait]) -> list[str]:
+    """The lists of the ranks in a circle, with its actions marked."""
     marks = _marks(circle)
     width = len(str(max(marks)))
     lines = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 from echelon.errors import ArgumentError, ScheduleError
 from echelon.pipeline.schedules.ir import (
@@ -25,6 +24,7 @@ from echelon.pipeline.schedules.ir import (
     schedule_of,
 )
 from echelon.pipeline.schedules.walk import walk
+from echelon.ranges import shard_range
 
 Slot = tuple[int, int]  # the chunk on a rank, and the microbatch
 _Order = Callable[[int], Iterator[Item]]  # from a rank to its actions
@@ -239,9 +239,7 @@ def _groups(ranks: int, microbatches: int) -> list[tuple[int, int]]:
     their own order has not begun.
     """
     count = max(1, microbatches // ranks)
-    size, larger = divmod(microbatches, count)
-    starts = [n * size + min(n, larger) for n in range(count + 1)]
-    return list(pairwise(starts))
+    return [shard_range(microbatches, count, n) for n in range(count)]
 
 
 def _forwards(groups: list[tuple[int, int]], chunks: int) -> list[Slot]:

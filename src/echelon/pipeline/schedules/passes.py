@@ -349,19 +349,8 @@ def _next_uses(order: Sequence[Item]) -> list[tuple[int, ...]]:
     return uses[::-1]
 
 
-@lru_cache(maxsize=16)
-def lower_once(
-    schedule: Schedule,
-    *,
-    gather: tuple[int, ...] | None,
-    window_nbytes: int | None,
-    reduce: bool,
-    in_order: bool,
-) -> Schedule:
-    """``lower``, done once for all simulated ranks."""
-    return lower(
-        schedule, gather=gather, window_nbytes=window_nbytes, reduce=reduce, in_order=in_order
-    )
+# ``lower``, done once for all simulated ranks, which give it the same arguments.
+lower_once = lru_cache(maxsize=16)(lower)
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -31,18 +31,8 @@ def v_shape(ranks: int) -> tuple[int, ...]:
         >>> v_shape(3)
         (0, 1, 2, 2, 1, 0)
     """
-    return snake(ranks, 2)
-
-
-def snake(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each stage if the direction turns after each chunk; v_shape is that of two.
-
-    Example:
-        >>> snake(2, 3)
-        (0, 1, 1, 0, 0, 1)
-    """
     down = tuple(range(ranks))
-    return tuple(rank for c in range(chunks) for rank in (down if c % 2 == 0 else down[::-1]))
+    return down + down[::-1]
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:

@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 from echelon.pipeline.splitting.fake_tensors import (
     FakeTensorCache,
     NeedsValues,
-    fake_tensor,
+    with_fakes,
+    without_values,
 )
 
 # By index of a block: what each of its calls has returned, without the values of tensors. None
@@ -109,7 +110,7 @@ class BlockCalls:
 
     def record(self, index: int, output: Any) -> None:
         """Note what a block of this stage has returned."""
-        self.outputs.setdefault(index, []).append(_without_values(output))
+        self.outputs.setdefault(index, []).append(_as_plain_values(output))
 
     def note_stored(self) -> None:
         """Note which attributes of the blocks of this stage are not what they were at the split."""
@@ -147,25 +148,21 @@ class BlockCalls:
         output = outputs[count] if count < len(outputs) else None
         if output is None:  # unknown, so only the arguments of this stage's first block are right
             return args[0] if args else next(iter(kwargs.values()))
-        return self.problems.get_or_make(
-            ["block", index, count, *_plain(output), self._device],
-            lambda: self._with_fakes(index, output),
-        )
-
-    def _with_fakes(self, index: int, output: Any) -> Any:
         text, leaves = output
-        name = f"the output of block {index}"
-        filled = [
-            fake_tensor(leaf[1], leaf[2], self._device, name, self.problems) if leaf[0] else leaf[1]
-            for leaf in leaves
-        ]
-        return filled[0] if text is None else pytree.tree_unflatten(filled, _treespec(text))
+
+        def make() -> Any:
+            name = f"the output of block {index}"
+            filled = with_fakes(leaves, self._device, name, self.problems)
+            return filled[0] if text is None else pytree.tree_unflatten(filled, _treespec(text))
+
+        key = ["block", index, count, text, *leaves, self._device]
+        return self.problems.get_or_make(key, make)
 
 
-def _without_values(output: Any) -> Any:
+def _as_plain_values(output: Any) -> Any:
     """The nesting of an output as text, and its leaves, with shapes and dtypes for tensors."""
     if isinstance(output, Tensor):
-        return None, [(True, output.shape, output.dtype)]
+        return None, without_values([output])
     leaves, treespec = pytree.tree_flatten(output)
     if not all(isinstance(leaf, Tensor) or type(leaf) in _SENDABLE for leaf in leaves):
         return None
@@ -173,15 +170,7 @@ def _without_values(output: Any) -> Any:
         text = pytree.treespec_dumps(treespec)
     except NotImplementedError:  # of a class that has no name for other processes
         return None
-    return text, [
-        (True, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (False, leaf)
-        for leaf in leaves
-    ]
-
-
-def _plain(output: Any) -> tuple[Any, ...]:
-    text, leaves = output
-    return text, *leaves
+    return text, without_values(leaves)
 
 
 @cache

@@ -48,7 +48,7 @@ def num_parameters(blocks: Blocks) -> list[int]:
 
 def dry_run(model: nn.Module, make_blocks: MakeBlocks, example: tuple[Any, ...]) -> list[DryRun]:
     """Run each block once on the meta device."""
-    blocks = make_blocks(_on_meta(model))
+    blocks = make_blocks(_copied(model, _to_meta))
     value: Any = pytree.tree_map(_to_meta, example)
     runs = []
     for index in range(blocks.num_blocks):
@@ -184,28 +184,24 @@ def _cost_key(submodule: Submodule, value: Any) -> Any:
 
 def _copy_on(submodule: Submodule, device: torch.device) -> nn.Module:
     """A copy with values, which are zeros if the model is on meta."""
-    memo: dict[int, Any] = {}
-    for tensor in [*submodule.parameters(), *submodule.buffers()]:
-        value = (
+    return _copied(
+        submodule,
+        lambda tensor: (
             torch.zeros_like(tensor, device=device)
             if tensor.is_meta
             else tensor.detach().to(device, copy=True)
-        )
-        memo[id(tensor)] = _as(tensor, value)
-    return copy.deepcopy(submodule, memo)
+        ),
+    )
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    tensors = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {id(tensor): _as(tensor, _to_meta(tensor)) for tensor in tensors}
-    return copy.deepcopy(model, memo)
+def _copied(module: nn.Module, moved: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy with ``moved`` of each tensor; those of parameters are parameters."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        is_parameter, value = isinstance(tensor, nn.Parameter), moved(tensor)
+        memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(module, memo)
 
 
 def _to_meta(leaf: Any) -> Any:
     return leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf
-
-
-def _as(tensor: Tensor, value: Tensor) -> Tensor:
-    """``value`` as a parameter, if ``tensor`` is one."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(value, tensor.requires_grad) if is_parameter else value

@@ -292,6 +292,24 @@ def fake_tensor(
     return fake
 
 
+def without_values(leaves: Iterable[Any]) -> list[Any]:
+    """Leaves of a value as plain values, with the shapes and dtypes of tensors."""
+    return [
+        (True, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (False, leaf)
+        for leaf in leaves
+    ]
+
+
+def with_fakes(
+    dumped: Iterable[Any], fake_device: torch.device, name: str, cache: FakeTensorCache
+) -> list[Any]:
+    """The leaves of which ``without_values`` made these, with fake tensors."""
+    return [
+        fake_tensor(leaf[1], leaf[2], fake_device, name, cache) if leaf[0] else leaf[1]
+        for leaf in dumped
+    ]
+
+
 def fake_copy(module: nn.Module, name: str, cache: FakeTensorCache) -> nn.Module:
     """A copy of a submodule that has fake tensors only; optimizers do not find its parameters."""
     memo: dict[int, Any] = {

@@ -36,8 +36,9 @@ from echelon.pipeline.splitting.fake_tensors import (
     FakeTensorCache,
     NeedsValues,
     fake_copy,
-    fake_tensor,
     missing_names,
+    with_fakes,
+    without_values,
 )
 from echelon.pipeline.splitting.submodule import Blocks, Submodule, partial_model
 
@@ -241,7 +242,10 @@ class _PartialForward(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._cache.problem = None
         if self._is_first:
-            call = None if self._is_last else _dump_call((args, kwargs))
+            call = None
+            if not self._is_last:
+                leaves, treespec = pytree.tree_flatten((args, kwargs))
+                call = pytree.treespec_dumps(treespec), without_values(leaves)
             self._calls.begin({}, (), (), torch.device("cpu"))
             return self._run(args, kwargs, call, None, self._hint)
         received = args[0]
@@ -391,24 +395,10 @@ def _check_router_logits(model: nn.Module) -> None:
             )
 
 
-def _dump_call(call: Any) -> tuple[Any, ...]:
-    """The arguments of the model, with shapes for tensors, as plain values."""
-    leaves, treespec = pytree.tree_flatten(call)
-    dumped = [
-        (True, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (False, leaf)
-        for leaf in leaves
-    ]
-    return pytree.treespec_dumps(treespec), dumped
-
-
 def _load_fake_call(
     call: Any, device: torch.device, cache: FakeTensorCache
 ) -> tuple[list[Any], Any]:
-    """The arguments that ``_dump_call`` wrote, with fake tensors: leaves and treespec."""
+    """The arguments of the model, with fake tensors: leaves and treespec."""
     treespec, dumped = call
-    name = "the input of the model"
-    leaves = [
-        fake_tensor(leaf[1], leaf[2], device, name, cache) if leaf[0] else leaf[1]
-        for leaf in dumped
-    ]
+    leaves = with_fakes(dumped, device, "the input of the model", cache)
     return leaves, pytree.treespec_loads(treespec)

@@ -118,7 +118,9 @@ class _Measures:
         for name, numbers in by_block.items():
             _numbers(name, numbers, n)
         _numbers("alive", alive, stages)
-        self._times, self._kept, self._held = map(_sums, (costs, nbytes, activations))
+        self._times, self._kept, self._held = (
+            list(accumulate(numbers, initial=0)) for numbers in (costs, nbytes, activations)
+        )
         self._alive, self._cuts = alive, cuts
 
     def time(self, j: int, start: int, stop: int) -> Pair:
@@ -172,10 +174,6 @@ def _best(
         stop = origin[stop]
         starts.append(stop)
     return best[n], starts[::-1]
-
-
-def _sums(numbers: Sequence[float]) -> list[float]:
-    return list(accumulate(numbers, initial=0))
 
 
 def _numbers(name: str, numbers: Sequence[float], length: int) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Set as AbstractSet
 from types import MethodType
 from typing import Any, NamedTuple, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.errors import ArgumentError
 from echelon.modules.compiled import plain_name
@@ -176,18 +176,13 @@ def _names_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str | None]
             raise ArgumentError(f"layer {index} of the model is {layer!r:.60}, not a nn.Module")
         left = names.get(layer)
         name = None if left is None else left.popleft() if len(left) > 1 else left[0]
-        if name is None and any(True for _ in _tensors(layer)):
+        if name is None and [*layer.parameters(), *layer.buffers()]:
             raise ArgumentError(
                 f"layer {index} of the model, a {type(layer).__name__}, has parameters or buffers "
                 "and is no submodule of the model, so its state would have no name: make it one"
             )
         names_of_layers.append(name)
     return names_of_layers
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 # --- a model with some of its modules ----------------------------------------------------------
