@@ -4,6 +4,7 @@ A rank that outlives its test, or a shared-memory file that outlives its rank, i
 library. So the session fails when one is left, and names it and the test that started it.
 """
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -31,6 +32,8 @@ hypothesis.settings.load_profile("echelon")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARK = "ECHELON_TEST_SESSION"
+PRELOADED = "ECHELON_TEST_PRELOADED"  # tests/preload.py reads it
+APART = {"c10d", "children", "cli"}  # folders whose ranks come from elsewhere
 GRACE_S = 5.0  # processes that were told to end may still be ending
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
@@ -116,8 +119,35 @@ def leftovers(mark: str, before: set[str]) -> list[str]:
     return leftover_processes(mark) + [f"file {SHARED_MEMORY / name}" for name in files]
 
 
+@functools.cache
+def folder_of(path: Path) -> str:
+    """The folder of tests that a file is in, or its own name if it is in none."""
+    return path.relative_to(TESTS).parts[0]
+
+
+def values_of(item: pytest.Item) -> set[str]:
+    """The values that a test is given, as its name has them."""
+    callspec = getattr(item, "callspec", None)
+    return set(callspec.id.split("-")) if callspec else set()
+
+
+def rank_modules(items: list[pytest.Item]) -> list[str]:
+    """The modules whose tests run on processes; what needs hypothesis has no rank functions."""
+    folders = IN_EVERY_WORLD - APART
+    paths = {
+        item.path
+        for item in items
+        if folder_of(item.path) in folders or COSTLY_WORLDS & values_of(item)
+    }
+    return [
+        ".".join(path.relative_to(TESTS.parent).with_suffix("").parts)
+        for path in sorted(paths)
+        if "hypothesis" not in path.read_text()
+    ]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail the session when a process or a shared-memory file outlives it."""
     if not (PROC / "self" / "environ").exists():
         yield  # no Linux: nothing to look at
@@ -126,7 +156,9 @@ def nothing_is_left() -> Iterator[None]:
     os.environ[MARK] = mark
     # Ranks that are processes fork from this server, so what it has imported they need not.
     multiprocessing.set_forkserver_preload(["tests.preload"])
+    os.environ[PRELOADED] = " ".join(rank_modules(request.session.items))
     forkserver.ensure_running()
+    del os.environ[PRELOADED]
     yield
     end = time.monotonic() + GRACE_S
     while (left := leftovers(mark, before)) and time.monotonic() < end:
@@ -152,12 +184,10 @@ def pytest_collection() -> Iterator[None]:
 
 def is_slow(item: pytest.Item) -> bool:
     """Whether ``make test`` leaves out a test for the values that it is given."""
-    callspec = getattr(item, "callspec", None)
-    values = set(callspec.id.split("-")) if callspec else set()
     named = {value for mark in item.iter_markers("slow_for") for value in mark.args}
-    if item.path.relative_to(TESTS).parts[0] not in IN_EVERY_WORLD:
+    if folder_of(item.path) not in IN_EVERY_WORLD:
         named |= COSTLY_WORLDS
-    return bool(values & named)
+    return bool(values_of(item) & named)
 
 
 @pytest.hookimpl(optionalhook=True)

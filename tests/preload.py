@@ -6,14 +6,12 @@ than most tests. The rest of echelon and the rank functions take a rank longer t
 
 import gc
 import importlib
-from collections.abc import Iterator
+import os
 from contextlib import suppress
-from pathlib import Path
-
-import pytest
 
 __all__ = ["preload"]
 
+PRELOADED = "ECHELON_TEST_PRELOADED"  # the names of modules, from conftest.py
 FIRST = (
     "torch._dynamo",
     "torch.distributed",
@@ -22,18 +20,6 @@ FIRST = (
     "echelon.launch.processes",
     "echelon.launch.agent",
 )
-APART = ("c10d", "children", "cli")  # folders whose ranks come from elsewhere
-
-
-def rank_modules() -> Iterator[str]:
-    """The modules of tests whose functions ranks run; what needs hypothesis has none."""
-    tests = Path(__file__).parent
-    for path in sorted(tests.rglob("*/*.py")):
-        parts = path.relative_to(tests).with_suffix("").parts
-        if parts[0] in APART or path.stem == "__init__":
-            continue
-        if "hypothesis" not in path.read_text():
-            yield ".".join(("tests", *parts))
 
 
 def preload() -> None:
@@ -48,8 +34,8 @@ def preload() -> None:
     echelon = importlib.import_module("echelon")
     for name in echelon.__all__:
         getattr(echelon, name)
-    for name in rank_modules():
-        with suppress(Exception, pytest.skip.Exception):  # the test that needs it says why
+    for name in os.environ.pop(PRELOADED, "").split():
+        with suppress(Exception):  # the test that needs it says why
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
