@@ -44,8 +44,6 @@ from echelon.errors import (
 )
 from echelon.launch.run import run
 
-__all__ = ["FAULTS", "Fault", "FaultyGroup", "InjectedFault", "run_faulty", "run_ranks", "slow"]
-
 run_ranks = run
 """``ec.run``, under the name that tests of many ranks use."""
 

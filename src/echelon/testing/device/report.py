@@ -1,0 +1,91 @@
+"""Two operations without an order, told to a person."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+
+from echelon.testing.device.clocks import Finding, Operation
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+
+
+@final
+class Frame(NamedTuple):
+    """Where a program was."""
+
+    file: str
+    function: str
+    line: int
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither torch's nor of the device."""
+        return not self.file.startswith((_TORCH, _OURS, "<"))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+
+@final
+@dataclass(frozen=True)
+class RaceReport:
+    """What raced.
+
+    Attributes:
+        findings: two operations each, of which nothing says which comes first.
+        stacks: where the operations were issued, innermost first.
+        still_used: what may still use memory that was given back, and was not handed out yet.
+    """
+
+    findings: Sequence[Finding]
+    stacks: Mapping[Operation, Sequence[Frame]]
+    still_used: Sequence[Operation]
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def __str__(self) -> str:
+        if not self.findings:
+            return "no races"
+        number = len(self.findings)
+        head = f"{number} race{'s' if number > 1 else ''}"
+        return "\n\n".join([head, *map(self._text, self.findings)])
+
+    def _text(self, finding: Finding) -> str:
+        return "\n".join(
+            [
+                f"{finding.kind}, in memory of {finding.nbytes} bytes",
+                *self._operation("first", finding.first),
+                *self._operation("second", finding.second),
+                f"  missing: {missing_wait(finding)}",
+            ]
+        )
+
+    def _operation(self, which: str, operation: Operation) -> list[str]:
+        lines = [f"  {which}: {operation.name} on {operation.line}"]
+        for frame in [frame for frame in self.stacks.get(operation, ()) if frame.is_users][:4]:
+            lines.append(f"    {frame}")
+            if text := linecache.getline(frame.file, frame.line).strip():
+                lines.append(f"      {text}")
+        return lines
+
+
+def missing_wait(finding: Finding) -> str:
+    """The wait that would give two operations an order."""
+    first, second = finding.first.line, finding.second.line
+    if finding.kind == "use after free":
+        return (
+            f"memory went back to the pool of {second} while {first} may use it. Call "
+            f"tensor.record_stream() with {first}, or let {second} wait for {first} before the "
+            "tensor is dropped"
+        )
+    if second == "the host":
+        return f"the host must wait for {first} (event.synchronize()) before it does this"
+    return f"{second} must wait for {first} (wait_stream or wait_event) before it does this"

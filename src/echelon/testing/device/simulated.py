@@ -1,0 +1,191 @@
+"""The device of this process while a program runs on it, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from typing import Any, final
+
+import torch
+
+from echelon.testing.device import torch_module
+from echelon.testing.device.clocks import Line, Memory, Operation, Point
+from echelon.testing.device.geometry import byte_ranges
+from echelon.testing.device.native import device_library
+from echelon.testing.device.races import Part, Races
+from echelon.testing.device.report import Frame, RaceReport
+
+_HOST = -1  # the line of the host, and the pool of its memory
+
+
+class Order(Enum):
+    """When work of streams runs."""
+
+    EAGER = 0
+    """When it is issued."""
+    LAZY = 1
+    """When somebody needs it: the most delayed order that is legal."""
+    RANDOM = 2
+    """Some of what may run runs, drawn from a seed."""
+
+
+class _Kind(Enum):
+    """Entries of the journal, as ``csrc/journal.h`` has them."""
+
+    OPERATION, RECORD, WAIT, HOST_WAIT, HOST_LINE, HOST_ALL, ALLOCATE, FREE, OUTLIVES = range(9)
+
+
+@final
+class SimulatedDevice:
+    """What a program has asked of the device, and what races in it.
+
+    Attributes:
+        order: in which work of streams runs.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self._library = device_library()
+        self._races = Races()
+        self._host = Line("the host")
+        self._lines = {0: Line("the default stream")}
+        self._events: dict[int, Point] = {}
+        self._memories: dict[int, Memory] = {}
+        self._operations: dict[tuple[str, int, int], Operation] = {}
+        self._stacks: dict[Operation, Sequence[Frame]] = {}
+
+    def report(self) -> RaceReport:
+        """The races among all that was asked of the device so far.
+
+        What is still queued counts: a race is in what was issued, and not in when it ran.
+        """
+        self.look()
+        return RaceReport(tuple(self._races.findings), self._stacks, tuple(self._races.still_used()))
+
+    def look(self) -> None:
+        """Take what was asked of the device since the last time into account."""
+        for kind, *entry in self._library.journal():
+            self._enter(_Kind(kind), *entry)
+
+    def digests(self) -> tuple[int, ...]:
+        """What the host has copied from the device, each as a number, in the order of issue."""
+        return tuple(self._library.digests())
+
+    def _line(self, number: int) -> Line:
+        if number == _HOST:
+            return self._host
+        if number not in self._lines:
+            self._lines[number] = Line(self._library.name_of(number))
+        return self._lines[number]
+
+    def _enter(
+        self,
+        kind: _Kind,
+        line: int,
+        number: int,
+        nbytes: int,
+        stack: int,
+        name: str,
+        accesses: Sequence[tuple[int, int, int, tuple[int, ...], tuple[int, ...], bool]],
+    ) -> None:
+        match kind:
+            case _Kind.OPERATION:
+                self._operate(self._line(line), self._operation(name, stack, line), accesses)
+            case _Kind.RECORD:
+                self._events[number] = self._line(line).now()
+            case _Kind.WAIT:
+                self._line(line).join(self._events[number])
+            case _Kind.HOST_WAIT:
+                self._host.join(self._events[number])
+            case _Kind.HOST_LINE:
+                self._host.join(self._line(line).now())
+            case _Kind.HOST_ALL:
+                for each in self._lines.values():
+                    self._host.join(each.now())
+            case _Kind.ALLOCATE:
+                on_host = line == _HOST
+                pool = None if on_host else self._line(line)
+                self._memories[number] = Memory(pool, nbytes, on_host=on_host)
+                if pool is not None:
+                    operation = self._operation(name, stack, line)
+                    self._races.allocate(pool, operation)
+                    everything = [(self._memories[number], ((0, nbytes),))]
+                    self._launch(pool, operation, writes=everything)
+            case _Kind.FREE:
+                self._races.free(self._memories.pop(number))
+            case _Kind.OUTLIVES:
+                self._memories[number].outlives(self._line(line))
+
+    def _operate(self, line: Line, operation: Operation, accesses: Sequence[Any]) -> None:
+        parts: dict[bool, list[Part]] = {False: [], True: []}
+        for number, offset, itemsize, sizes, strides, writes in accesses:
+            if number in self._memories:
+                ranges = byte_ranges(sizes, strides, itemsize)
+                shifted = tuple((offset + start, offset + end) for start, end in ranges)
+                parts[writes].append((self._memories[number], shifted))
+        self._launch(line, operation, parts[False], parts[True])
+
+    def _launch(
+        self, line: Line, operation: Operation, reads: Sequence[Part] = (), writes: Sequence[Part] = ()
+    ) -> None:
+        if line is not self._host:
+            line.join(self._host.now())  # it was launched after what the host has waited for
+        self._races.operate(operation, line, reads, writes)
+
+    def _operation(self, name: str, stack: int, line: int) -> Operation:
+        key = name, stack, line
+        if key not in self._operations:
+            frames = tuple(Frame(*frame) for frame in self._library.stack(stack))
+            place = next((frame for frame in frames if frame.is_users), None)
+            operation = Operation(
+                name.removeprefix("aten::"),
+                "an unknown place" if place is None else str(place),
+                self._line(line).name,
+            )
+            self._operations[key] = operation
+            self._stacks.setdefault(operation, frames)
+        return self._operations[key]
+
+
+@contextmanager
+def simulated_device(order: Order = Order.EAGER, seed: int = 0) -> Iterator[SimulatedDevice]:
+    """Give this process a device, ``"sim"``, on which programs run in the body.
+
+    Args:
+        order: when work of streams runs.
+        seed: of ``Order.RANDOM``.
+
+    Raises:
+        UnsupportedError: there is no compiler, or torch has another device of this kind already.
+
+    Example:
+        >>> with simulated_device() as device:  # doctest: +SKIP
+        ...     side = torch.Stream("sim")
+        ...     values = torch.zeros(4, device="sim")
+        ...     with side:
+        ...         values += 1
+        ...     print(device.report())
+    """
+    install()
+    library = device_library()
+    library.begin(order.value, seed)
+    library.journal()
+    library.digests()
+    library.watch(True)
+    device = SimulatedDevice(order)
+    try:
+        yield device
+    finally:
+        library.watch(False)
+
+
+@cache
+def install() -> None:
+    """Let torch know the device; once in a process, for good."""
+    device_library()
+    torch.utils.rename_privateuse1_backend(torch_module.DEVICE)
+    torch._register_device_module(torch_module.DEVICE, torch_module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
