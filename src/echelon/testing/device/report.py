@@ -54,9 +54,11 @@ class RaceReport:
     def __str__(self) -> str:
         if not self.findings:
             return "no races"
-        number = len(self.findings)
-        head = f"{number} race{'s' if number > 1 else ''}"
-        return "\n\n".join([head, *map(self._text, self.findings)])
+        return "\n\n".join([counted(len(self.findings), "race"), *self.texts()])
+
+    def texts(self) -> list[str]:
+        """A text for each race."""
+        return [self._text(finding) for finding in self.findings]
 
     def _text(self, finding: Finding) -> str:
         return "\n".join(
@@ -70,11 +72,35 @@ class RaceReport:
 
     def _operation(self, which: str, operation: Operation) -> list[str]:
         lines = [f"  {which}: {operation.name} on {operation.line}"]
-        for frame in [frame for frame in self.stacks.get(operation, ()) if frame.is_users][:4]:
+        for frame in users_frames(self.stacks.get(operation, ())):
             lines.append(f"    {frame}")
             if text := linecache.getline(frame.file, frame.line).strip():
                 lines.append(f"      {text}")
         return lines
+
+
+_MOST_FRAMES = 5
+
+
+def users_frames(stack: Sequence[Frame]) -> list[Frame]:
+    """The innermost frames of a stack that are a user's: those of the script and what it calls."""
+    frames = []
+    for frame in stack:
+        if frame.is_users:
+            frames.append(frame)
+        if frame.function == "<module>" or len(frames) == _MOST_FRAMES:
+            break
+    return frames
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(2, "race")
+        '2 races'
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def missing_wait(finding: Finding) -> str:

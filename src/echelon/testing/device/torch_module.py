@@ -69,8 +69,7 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Accept the device that there is."""
-    torch.accelerator.set_device_index(0 if torch.device(device).index is None else device)
+    """Accept any: each process has one, which is the one of its rank."""
 
 
 def _is_in_bad_fork() -> bool:

@@ -207,6 +207,7 @@ struct Form {
   std::vector<IValue> outputs;  // tensors of device meta
   std::vector<int64_t> offsets;  // of the outputs in their storages, in elements
   std::vector<std::vector<int64_t>> written;  // sizes of arguments that are written, in order
+  bool resizes = false;  // whether the CPU gives ``out`` other sizes meanwhile
 };
 
 std::unordered_map<std::string, Form> forms;
@@ -246,25 +247,42 @@ const Form& form_of(const c10::OperatorHandle& op, const std::vector<IValue>& ar
       return found->second;
     }
   }
-  torch::jit::Stack stack;
-  for (auto value : arguments) {
-    change_tensors(value, [](const Tensor& tensor) {
-      auto scratch = at::empty_strided(
-          tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.dtype()).device(at::kCPU));
-      return tensor.is_floating_point() ? scratch.fill_(0.5) : scratch.zero_();
-    });
-    if (value.isGenerator() || (value.isDevice() && value.toDevice().type() == KIND)) {
-      value = value.isGenerator() ? IValue() : IValue(c10::Device(c10::DeviceType::CPU));
+  Form form;
+  torch::jit::Stack stack, given;
+  auto run = [&] {
+    stack.clear();
+    for (size_t i = 0; i < arguments.size(); i++) {
+      auto value = arguments[i];
+      bool is_out = op.schema().arguments()[i].is_out();
+      change_tensors(value, [&](const Tensor& tensor) {
+        auto options = at::TensorOptions(tensor.dtype()).device(at::kCPU);
+        if (is_out && form.resizes) {
+          return at::empty({0}, options);
+        }
+        auto scratch = at::empty_strided(tensor.sizes(), tensor.strides(), options);
+        if (is_out && tensor.numel() > 0) {
+          scratch.storage().unsafeGetStorageImpl()->set_resizable(false);
+        }
+        return tensor.is_floating_point() ? scratch.fill_(0.5) : scratch.zero_();
+      });
+      if (value.isGenerator()) {
+        value = IValue();
+      } else if (value.isDevice() && value.toDevice().type() == KIND) {
+        value = c10::Device(c10::DeviceType::CPU);
+      }
+      stack.push_back(value);
     }
-    stack.push_back(value);
-  }
-  auto given = stack;
-  {
+    given = stack;
     Locked locked;  // of the generator of the host
     SeededHost seeded(0);
     call_host(op, stack);
+  };
+  try {
+    run();
+  } catch (const c10::Error&) {
+    form.resizes = true;
+    run();
   }
-  Form form;
   const auto& schema = op.schema();
   for (size_t i = 0; i < given.size(); i++) {
     if (is_written(schema.arguments()[i])) {
@@ -464,6 +482,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack host;
   IValue generator;
   size_t written = 0;
+  std::vector<std::pair<Tensor, size_t>> fresh;  // of `out`: where it goes, and the argument
   for (size_t i = 0; i < arguments.size(); i++) {
     auto& argument = schema.arguments()[i];
     IValue value = arguments[i];
@@ -485,8 +504,16 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         }
       }
     });
-    change_tensors(value, [](const Tensor& tensor) {
-      return on_device(tensor) ? as_host(tensor) : tensor;
+    bool is_fresh = form->resizes && argument.is_out();
+    change_tensors(value, [&](const Tensor& tensor) {
+      if (!on_device(tensor)) {
+        return tensor;
+      }
+      if (is_fresh) {
+        fresh.emplace_back(as_host(tensor), i);
+        return Tensor(at::empty({0}, at::TensorOptions(tensor.dtype())));
+      }
+      return as_host(tensor);
     });
     if (value.isGenerator()) {
       generator = value;
@@ -535,14 +562,18 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     uint64_t seed = draws ? next_seed(generator) : 0;
     Locked locked;
     journal::operation(schema.name().c_str(), current_line(), std::move(accesses), where);
-    issue(current_line(), [op, host, results, draws, seed]() mutable {
+    issue(current_line(), [op, host, results, fresh, draws, seed]() mutable {
       BelowAll below;
       c10::InferenceMode inference;
       std::optional<SeededHost> seeded;
       if (draws) {
         seeded.emplace(seed);
       }
+      auto given = host;
       call_host(op, host);
+      for (auto& [target, argument] : fresh) {
+        target.copy_(given[argument].toTensor());
+      }
       for (auto& [number, bytes] : results) {
         if (bytes.isTensor()) {
           bytes.toTensor().copy_(host[number].toTensor());

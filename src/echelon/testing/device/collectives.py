@@ -1,0 +1,291 @@
+"""Process groups as devices have them: collectives are work of a stream of their communicator.
+
+A collective begins after what was issued on the current stream, and ``Work.wait`` lets the current
+stream wait for it, not the host. Values travel over gloo, from and to the memory of the device.
+Tensors of the CPU go to gloo directly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from echelon.testing.device import torch_module
+from echelon.testing.device.native import device_library
+
+NAME = "simccl"
+
+
+def register_backend() -> None:
+    """Let ``init_process_group`` use the simulated groups for the device."""
+    dist.Backend.register_backend(
+        NAME, _create, extended_api=False, devices=[torch_module.DEVICE, "cpu"]
+    )
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+    return SimulatedGroup(store, rank, size, timeout)
+
+
+@final
+class StreamWork(dist.Work):
+    """A collective that streams wait for."""
+
+    def __init__(self, event: torch.Event, outputs: Sequence[Tensor], stream: torch.Stream) -> None:
+        super().__init__()
+        self._event, self._outputs = event, list(outputs)
+        with stream:
+            self._future = torch.futures.Future(devices=[torch.device(torch_module.DEVICE, 0)])
+            self._future.set_result(self._outputs)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        torch.accelerator.current_stream().wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+@final
+class _Coalesced(dist.Work):
+    """Several collectives."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+@final
+class SimulatedGroup(dist.ProcessGroup):
+    """The ranks of a group, each with a stream for its collectives."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
+        self._stream = torch.Stream(torch_module.DEVICE)
+        self._coalesced: list[dist.Work] | None = None
+        self._name = ""
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(torch_module.DEVICE), torch.device("cpu")]
+
+    def _issue(
+        self,
+        method: str,
+        args: Sequence[Any],
+        reads: Any,
+        writes: Any,
+        *,
+        stream: torch.Stream | None = None,
+        after: Callable[[list[Tensor]], None] | None = None,
+    ) -> dist.Work:
+        outputs = tree_leaves(writes)
+        if any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in tree_leaves(args)):
+            work = getattr(self._gloo, method)(*args)
+            if after is not None:
+                work.wait()
+                after(outputs)
+            return work
+        library, stream = device_library(), stream or self._stream
+        stream.wait_stream(torch.accelerator.current_stream())
+        host_args = tree_map_only(Tensor, library.host_view, list(args))
+        host_outputs = [library.host_view(output) for output in outputs]
+        step = _Collective(getattr(self._gloo, method), host_args, host_outputs, after)
+        with stream:
+            library.launch(method, tree_leaves(reads), outputs, step)
+            event = stream.record_event()
+        work = StreamWork(event, outputs, stream)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # Coalescing --------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return _Coalesced(works)
+
+    # Collectives -------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        is_root = opts.rootRank == self.rank()
+        return self._issue(
+            "broadcast", [tensors, opts], tensors if is_root else [], [] if is_root else tensors
+        )
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        after = self._summing(opts)
+        return self._issue("allreduce", [tensors, opts], tensors, tensors, after=after)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        options = c10d.AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+        return _Coalesced([self.allreduce([tensor], options) for tensor in tensors])
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        after = self._summing(opts)
+        return self._issue("reduce", [tensors, opts], tensors, tensors, after=after)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        return self._issue("allgather", [outputs, inputs, opts], inputs, outputs)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        return self._issue("_allgather_base", [output, input, opts], [input], [output])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        options = c10d.AllgatherOptions()
+        return _Coalesced(
+            [self._allgather_base(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
+        )
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> dist.Work:
+        after = self._summing(opts)
+        return self._issue("reduce_scatter", [outputs, inputs, opts], inputs, outputs, after=after)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        after = self._summing(opts)
+        args = [output, input, opts]
+        return self._issue("_reduce_scatter_base", args, [input], [output], after=after)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        return _Coalesced(
+            [self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        )
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        return self._issue("gather", [outputs, inputs, opts], inputs, outputs)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        return self._issue("scatter", [outputs, inputs, opts], inputs, outputs)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any,
+    ) -> dist.Work:
+        args = [output, input, output_splits, input_splits, opts]
+        return self._issue("alltoall_base", args, [input], [output])
+
+    all_to_all_single = alltoall_base
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+        return self._issue("send", [tensors, dst, 0], tensors, [])
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+        return self._issue("recv", [tensors, src, 0], [], tensors)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        torch.accelerator.synchronize()
+        return self._gloo.barrier()
+
+    def _summing(self, opts: Any) -> Callable[[list[Tensor]], None] | None:
+        """Let gloo, which has no means, sum; what to do with the sums then."""
+        if opts.reduceOp != dist.ReduceOp.AVG:
+            return None
+        opts.reduceOp, size = dist.ReduceOp.SUM, self.size()
+
+        def divide(outputs: list[Tensor]) -> None:
+            for output in outputs:
+                output.div_(size)
+
+        return divide
+
+
+class _Collective:
+    """The work of a stream that is a collective of gloo: it begins when it is called first."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        outputs: list[Tensor],
+        after: Callable[[list[Tensor]], None] | None,
+    ) -> None:
+        self._call, self._args, self._outputs, self._after = call, args, outputs, after
+        self._waits: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __call__(self) -> bool:
+        if self._waits is None:
+            self._waits = threading.Thread(target=self._run, daemon=True)
+            self._waits.start()
+            if self._call.__name__ != "send":  # a send is over when its values are on their way
+                return False
+            self._waits.join()
+        if self._waits.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._call(*self._args).wait()
+            if self._after is not None:
+                with torch.no_grad():
+                    self._after(self._outputs)
+        except BaseException as error:  # raised where the stream is
+            self._error = error
