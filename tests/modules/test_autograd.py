@@ -89,3 +89,11 @@ def test_gradients_of_rows_that_repeat_add_up() -> None:
     autograd.add_gradient(weight, torch.zeros(3, 2))
     autograd.add_row_gradients(weight, torch.tensor([[0, 2], [2, 2]]), torch.ones(2, 2, 2))
     assert weight.grad.tolist() == [[1, 1], [0, 0], [3, 3]]
+
+
+def test_a_backward_of_edges_gives_up_what_the_graph_has_saved() -> None:
+    x = torch.ones(2, requires_grad=True)
+    edges, grads = [torch.autograd.graph.get_gradient_edge(x.exp())], [torch.ones(2)]
+    autograd.run_backward(edges, grads)
+    with pytest.raises(RuntimeError, match="second time"):
+        autograd.run_backward(edges, grads)

@@ -52,6 +52,13 @@ def test_backward_to_a_frozen_part_says_which() -> None:
         looks(lambda p: loss.backward(inputs=[p.requires_grad_(False)]))
 
 
+def test_a_part_in_a_text_is_its_description() -> None:
+    texts: list[tuple[str, str]] = []
+    looks(lambda p: texts.append((f"{p}", repr(p))))
+    assert all(text == description for text, description in texts)
+    assert "'weight' of unit 'root'" in texts[0][0]
+
+
 def test_backward_from_a_part_is_refused() -> None:
     with pytest.raises(StateError, match="'weight' of unit 'root'"):
         looks(lambda p: torch.autograd.backward([p], [p], inputs=[p]))

@@ -32,6 +32,12 @@ def test_numbers_have_their_ratio() -> None:
         assert "".join(f"<td>{cell}</td>" for cell in row) in page
 
 
+def test_the_calls_and_bytes_of_a_rank_stand_for_both_runs() -> None:
+    page = "".join(pair_sections(pair()))
+    cells = ("all_reduce, world", "2", "1.5 MiB", "2", "2.5 MiB")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+
+
 def test_options_and_facts_that_differ_are_shown_and_others_counted() -> None:
     page = "".join(pair_sections(pair()))
     assert "<td>plan</td><td>–</td><td>&lt;pp&gt;</td>" in page

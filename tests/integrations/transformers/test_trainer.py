@@ -223,6 +223,11 @@ def evaluate_in_every_way(folder: str) -> dict[str, Any]:
     ]
     found["predictions"] = trainer.predict(rows(7, seed=2)).predictions.shape
     assert trainer.train().global_step == 9
+    unsaved = best | {"eval_steps": 1, "max_steps": 3, "load_best_model_at_end": False}
+    unsaved |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = make(kind_of("fsdp", options=SMALL), f"{folder}/unsaved", **unsaved, own=data)
+    trainer.train()
+    found["unsaved"] = trainer.state.best_global_step, trainer.state.best_model_checkpoint
     trainer = make(kind_of("fsdp"), f"{folder}/stop", own=callbacks(StopsOnRank1()))
     found["stopped"] = trainer.train().global_step
     trainer = make(kind_of(ec.Plan(**STAGES)), f"{folder}/pp", stages=2, max_steps=2, own=data)
@@ -318,6 +323,7 @@ def test_evaluations_callbacks_and_generation_are_those_of_trainer(tmp_path: Pat
     assert results[0] == results[1]
     found = results[0]
     assert found["best"] == min(found["evaluations"][:3]) < max(found["evaluations"][:3])
+    assert found["unsaved"] == (1, None)  # of the best step there is no checkpoint
     assert found["predictions"] == (7, 12, 32)
     assert found["stopped"] == 4
     trainer = make(

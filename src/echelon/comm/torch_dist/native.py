@@ -151,7 +151,11 @@ class NativeGroup(TorchGroup):
             case AllReduce(tensor=tensor, op=op):
                 return self._all_reduce(call, tensor, op)
             case ReduceScatter(output=output, input=input, splits=splits, op=op):
-                return self._reduce_scatter(call, output, input, splits, op)
+                target = operation.target(self.rank)
+                work = self._reduce_scatter(call, target, input, splits, op)
+                if target is not output:
+                    work.then(lambda: _copy_all([output], [target]))
+                return work
             case AllGather(outputs=outputs, input=input):
                 return self._all_gather(call, outputs, input)
             case Broadcast(tensor=tensor, src=src):
