@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from tests.device.clocks import Access, Finding, Line, Memory, Operation, Point, Ranges
+from echelon.testing.device.clocks import Finding, Line, Memory, Operation, Point
+from echelon.testing.device.races import Part, Races
 
 _SOURCE = str(Path(__file__).parents[2] / "src")
 _HERE = str(Path(__file__).parent)
-
-Part = tuple[Memory, Ranges]  # the bytes of a tensor
 
 
 @final
@@ -37,7 +36,6 @@ class Detector:
             ``stream_places``, at which work stays on the current stream.
 
     Attributes:
-        findings: the races, without repetitions.
         host_waits: how often the host waited for a device, by place.
         places: how often a wait was issued, by place.
         stream_places: how often a stream was made current, by place.
@@ -53,7 +51,6 @@ class Detector:
         dropped: str | None = None,
     ) -> None:
         self.name = name
-        self.findings: list[Finding] = []
         self.host_waits: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
         self.stream_places: Counter[str] = Counter()
@@ -61,8 +58,7 @@ class Detector:
         self.mixed: Counter[str] = Counter()
         self.dropped = dropped
         self._costs = costs
-        self._known: set[tuple[str, Operation, Operation]] = set()
-        self._given_back: dict[Line, list[Memory]] = {}  # in use when it was; by pool
+        self._races = Races()
         self._communicators: dict[object, Line] = {}
         self.default = Line("the default stream")
         self._streams = [self.default]
@@ -76,7 +72,7 @@ class Detector:
 
     def take(self, other: Detector) -> None:
         """Take over what was found on another rank."""
-        self.findings += other.findings
+        self._races.take(other._races)
         for mine, theirs in (
             (self.host_waits, other.host_waits),
             (self.places, other.places),
@@ -85,8 +81,11 @@ class Detector:
             (self.mixed, other.mixed),
         ):
             mine.update(theirs)
-        for pool, memories in other._given_back.items():
-            self._given_back.setdefault(pool, []).extend(memories)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The races, without repetitions."""
+        return self._races.findings
 
     # Lines -----------------------------------------------------------------------------------
 
@@ -199,37 +198,22 @@ class Detector:
             )
         operation = Operation(name, place_of_call(), line.name)
         with self._lock:
-            access = Access(line, line.operate(cost), operation)
-            for memory, ranges in reads:
-                self._note(memory.touch(ranges, access, writes=False))
-            for memory, ranges in writes:
-                self._note(memory.touch(ranges, access, writes=True))
+            self._races.operate(operation, line, reads, writes, cost)
 
     def free(self, memory: Memory) -> None:
         """Memory was given back."""
         with self._lock:
-            if memory.pool is not None and memory.uses_after():
-                self._given_back.setdefault(memory.pool, []).append(memory)
+            self._races.free(memory)
 
     def allocate(self, pool: Line) -> None:
         """A pool hands out memory; it may be any of its line."""
         operation = Operation("allocation", place_of_call(), pool.name)
         with self._lock:
-            for memory in self._given_back.pop(pool, ()):
-                late, nbytes = memory.uses_after(), memory.nbytes
-                self._note([Finding("use after free", use, operation, nbytes) for use in late])
+            self._races.allocate(pool, operation)
 
     def still_used(self) -> list[Operation]:
         """What may still use memory that was given back and was not handed out since."""
-        freed = [memory for each in self._given_back.values() for memory in each]
-        return [operation for memory in freed for operation in memory.uses_after()]
-
-    def _note(self, findings: Sequence[Finding]) -> None:
-        for finding in findings:
-            key = finding.kind, finding.first, finding.second
-            if key not in self._known:
-                self._known.add(key)
-                self.findings.append(finding)
+        return self._races.still_used()
 
 
 def place_of_call() -> str:

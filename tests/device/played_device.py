@@ -37,8 +37,10 @@ from echelon.comm.primitives import (
 from echelon.comm.threads.group import ThreadGroup
 from echelon.comm.work import CompletedWork, Work
 from echelon.modules.sharded_tensor import local_shard
-from tests.device.clocks import Line, Memory, Point
-from tests.device.detector import Detector, Part, place_of_call
+from echelon.testing.device.clocks import Line, Memory, Point
+from echelon.testing.device.geometry import byte_ranges
+from echelon.testing.device.races import Part
+from tests.device.detector import Detector, place_of_call
 
 aten = torch.ops.aten
 _COPIES = {aten.copy_, aten._to_copy, aten._foreach_copy_}
@@ -47,32 +49,15 @@ _NO_VALUES = {  # operators that look at the shape of their argument only
     aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like,
     aten.randn_like, aten.is_same_size,
 }  # fmt: skip
-_MOST_RUNS = 64  # contiguous runs of a view that are told apart
 _is_gone: Callable[[int], bool] = torch.UntypedStorage._expired  # by the address of a storage
 _here = threading.local()
 
 
 def _ranges_of(tensor: Tensor) -> list[tuple[int, int]]:
-    """The bytes of a tensor in its storage, from its strides."""
-    if not tensor.numel():
-        return []
-    size, start = tensor.itemsize, tensor.storage_offset() * tensor.itemsize
-    dims = sorted(
-        (stride * size, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1
-    )
-    run, rest = size, []
-    for stride, n in dims:
-        if stride == run and not rest:
-            run *= n
-        elif stride:
-            rest.append((stride, n))
-    starts = [start]
-    for stride, n in rest:
-        if len(starts) * n > _MOST_RUNS:
-            last = sum((n - 1) * stride for stride, n in rest)
-            return [(start, start + last + run)]
-        starts = [first + i * stride for first in starts for i in range(n)]
-    return [(first, first + run) for first in starts]
+    """The bytes of a tensor in its storage."""
+    start = tensor.storage_offset() * tensor.itemsize
+    ranges = byte_ranges(tuple(tensor.shape), tensor.stride(), tensor.itemsize)
+    return [(start + first, start + last) for first, last in ranges]
 
 
 @final

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -31,7 +32,7 @@ def register_backend() -> None:
     )
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+def _create(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
     return SimulatedGroup(store, rank, size, timeout)
 
 
@@ -43,7 +44,9 @@ class StreamWork(dist.Work):
         super().__init__()
         self._event, self._outputs = event, list(outputs)
         with stream:
-            self._future = torch.futures.Future(devices=[torch.device(torch_module.DEVICE, 0)])
+            self._future: torch.futures.Future[Any] = torch.futures.Future(
+                devices=[torch.device(torch_module.DEVICE, 0)]
+            )
             self._future.set_result(self._outputs)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -78,7 +81,9 @@ class _Coalesced(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return all([work.wait() for work in self._works])
+        for work in self._works:
+            work.wait()
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -88,8 +93,8 @@ class _Coalesced(dist.Work):
 class SimulatedGroup(dist.ProcessGroup):
     """The ranks of a group, each with a stream for its collectives."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # as trampolines need it
         self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
         self._stream = torch.Stream(torch_module.DEVICE)
         self._coalesced: list[dist.Work] | None = None
@@ -105,7 +110,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return self._name
 
     @property
@@ -124,7 +129,7 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         outputs = tree_leaves(writes)
         if any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in tree_leaves(args)):
-            work = getattr(self._gloo, method)(*args)
+            work: dist.Work = getattr(self._gloo, method)(*args)
             if after is not None:
                 work.wait()
                 after(outputs)
@@ -137,10 +142,10 @@ class SimulatedGroup(dist.ProcessGroup):
         with stream:
             library.launch(method, tree_leaves(reads), outputs, step)
             event = stream.record_event()
-        work = StreamWork(event, outputs, stream)
+        issued = StreamWork(event, outputs, stream)
         if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+            self._coalesced.append(issued)
+        return issued
 
     # Coalescing --------------------------------------------------------------------------------
 
@@ -153,32 +158,30 @@ class SimulatedGroup(dist.ProcessGroup):
 
     # Collectives -------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         is_root = opts.rootRank == self.rank()
         return self._issue(
             "broadcast", [tensors, opts], tensors if is_root else [], [] if is_root else tensors
         )
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        after = self._summing(opts)
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        opts, after = self._summing(opts)
         return self._issue("allreduce", [tensors, opts], tensors, tensors, after=after)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        options = c10d.AllreduceOptions()
-        options.reduceOp = opts.reduceOp
-        return _Coalesced([self.allreduce([tensor], options) for tensor in tensors])
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        return _Coalesced([self.allreduce([tensor], opts) for tensor in tensors])
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        after = self._summing(opts)
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        opts, after = self._summing(opts)
         return self._issue("reduce", [tensors, opts], tensors, tensors, after=after)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         return self._issue("allgather", [outputs, inputs, opts], inputs, outputs)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
         return self._issue("_allgather_base", [output, input, opts], [input], [output])
 
-    all_gather_single = _allgather_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -188,37 +191,37 @@ class SimulatedGroup(dist.ProcessGroup):
             [self._allgather_base(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
         )
 
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
     ) -> dist.Work:
-        after = self._summing(opts)
+        opts, after = self._summing(opts)
         return self._issue("reduce_scatter", [outputs, inputs, opts], inputs, outputs, after=after)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
-        after = self._summing(opts)
+        opts, after = self._summing(opts)
         args = [output, input, opts]
         return self._issue("_reduce_scatter_base", args, [input], [output], after=after)
 
-    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
-    def reduce_scatter_tensor_coalesced(
+    def reduce_scatter_tensor_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> dist.Work:
         return _Coalesced(
             [self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
 
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         return self._issue("gather", [outputs, inputs, opts], inputs, outputs)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:  # type: ignore[override]
         return self._issue("scatter", [outputs, inputs, opts], inputs, outputs)
 
-    def alltoall_base(
+    def alltoall_base(  # type: ignore[override]
         self,
         output: Tensor,
         input: Tensor,
@@ -229,7 +232,7 @@ class SimulatedGroup(dist.ProcessGroup):
         args = [output, input, output_splits, input_splits, opts]
         return self._issue("alltoall_base", args, [input], [output])
 
-    all_to_all_single = alltoall_base
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         return self._issue("send", [tensors, dst, 0], tensors, [])
@@ -239,19 +242,22 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         torch.accelerator.synchronize()
-        return self._gloo.barrier()
+        work: dist.Work = vars(c10d)["ProcessGroupGloo"].barrier(self._gloo)
+        return work
 
-    def _summing(self, opts: Any) -> Callable[[list[Tensor]], None] | None:
-        """Let gloo, which has no means, sum; what to do with the sums then."""
-        if opts.reduceOp != dist.ReduceOp.AVG:
-            return None
-        opts.reduceOp, size = dist.ReduceOp.SUM, self.size()
+    def _summing(self, opts: Any) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
+        """Options for gloo, which has no means and reads them later; what to do with sums."""
+        own, is_mean = type(opts)(), opts.reduceOp == dist.ReduceOp.AVG
+        for name in ("rootRank", "rootTensor", "timeout"):
+            if hasattr(opts, name):
+                setattr(own, name, getattr(opts, name))
+        own.reduceOp = dist.ReduceOp.SUM if is_mean else opts.reduceOp
+        return own, partial(_divide, self.size()) if is_mean else None
 
-        def divide(outputs: list[Tensor]) -> None:
-            for output in outputs:
-                output.div_(size)
 
-        return divide
+def _divide(size: int, outputs: list[Tensor]) -> None:
+    for output in outputs:
+        output.div_(size)
 
 
 class _Collective:

@@ -25,7 +25,9 @@ def byte_ranges(
     if 0 in sizes:
         return ()
     run, rest = itemsize, list[tuple[int, int]]()
-    for stride, n in sorted((s * itemsize, n) for s, n in zip(strides, sizes, strict=True) if n > 1):
+    for stride, n in sorted(
+        (s * itemsize, n) for s, n in zip(strides, sizes, strict=True) if n > 1
+    ):
         if stride == run and not rest:
             run *= n
         elif stride:

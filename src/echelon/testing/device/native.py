@@ -1,4 +1,4 @@
-"""The device in C++, compiled with the headers of the installed torch and kept for the next time."""
+"""The device in C++, compiled with the headers of the installed torch, and kept."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rank of ``echelon race``: runs a script on the simulated device and writes what was found.
 
-    python -m echelon.testing.device.raced_script FOLDER ORDER SEED SCRIPT [ARGUMENTS]...
+python -m echelon.testing.device.raced_script FOLDER ORDER SEED SCRIPT [ARGUMENTS]...
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Any, final
 
 import torch
+from torch.utils import backend_registration
 
 from echelon.testing.device import torch_module
 from echelon.testing.device.clocks import Line, Memory, Operation, Point
@@ -63,7 +63,9 @@ class SimulatedDevice:
         What is still queued counts: a race is in what was issued, and not in when it ran.
         """
         self.look()
-        return RaceReport(tuple(self._races.findings), self._stacks, tuple(self._races.still_used()))
+        return RaceReport(
+            tuple(self._races.findings), self._stacks, tuple(self._races.still_used())
+        )
 
     def look(self) -> None:
         """Take what was asked of the device since the last time into account."""
@@ -129,7 +131,11 @@ class SimulatedDevice:
         self._launch(line, operation, parts[False], parts[True])
 
     def _launch(
-        self, line: Line, operation: Operation, reads: Sequence[Part] = (), writes: Sequence[Part] = ()
+        self,
+        line: Line,
+        operation: Operation,
+        reads: Sequence[Part] = (),
+        writes: Sequence[Part] = (),
     ) -> None:
         if line is not self._host:
             line.join(self._host.now())  # it was launched after what the host has waited for
@@ -154,6 +160,9 @@ class SimulatedDevice:
 def simulated_device(order: Order = Order.EAGER, seed: int = 0) -> Iterator[SimulatedDevice]:
     """Give this process a device, ``"sim"``, on which programs run in the body.
 
+    If the process has run a backward before it has the device, backwards on it run on the thread
+    that calls them, as autograd starts its threads of devices once.
+
     Args:
         order: when work of streams runs.
         seed: of ``Order.RANDOM``.
@@ -169,7 +178,7 @@ def simulated_device(order: Order = Order.EAGER, seed: int = 0) -> Iterator[Simu
         ...         values += 1
         ...     print(device.report())
     """
-    install()
+    has_own_thread = install()
     library = device_library()
     library.begin(order.value, seed)
     library.journal()
@@ -177,15 +186,22 @@ def simulated_device(order: Order = Order.EAGER, seed: int = 0) -> Iterator[Simu
     library.watch(True)
     device = SimulatedDevice(order)
     try:
-        yield device
+        with torch.autograd.set_multithreading_enabled(has_own_thread):
+            yield device
     finally:
         library.watch(False)
 
 
 @cache
-def install() -> None:
-    """Let torch know the device; once in a process, for good."""
+def install() -> bool:
+    """Let torch know the device, for good; whether autograd has a thread for it."""
     device_library()
-    torch.utils.rename_privateuse1_backend(torch_module.DEVICE)
+    backend_registration.rename_privateuse1_backend(torch_module.DEVICE)
     torch._register_device_module(torch_module.DEVICE, torch_module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    leaf = torch.ones((), device=torch_module.DEVICE, requires_grad=True)
+    try:
+        leaf.backward()
+    except RuntimeError:  # "0 <= device.index() && ...": its threads are of the devices before
+        return False
+    return True

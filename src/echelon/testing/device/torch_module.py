@@ -14,6 +14,8 @@ from echelon.testing.device.native import device_library
 
 DEVICE = "sim"
 
+_PRIVATE_USE = 20  # of c10::DeviceType
+
 Stream = partial(torch.Stream, device=DEVICE)
 Event = partial(torch.Event, DEVICE)
 
@@ -40,7 +42,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 def default_stream(device: Any = None) -> torch.Stream:
     """The stream that is current in a new thread."""
-    return torch.Stream(stream_id=0, device_index=0, device_type=torch.device(DEVICE).type_id)
+    return torch.Stream(stream_id=0, device_index=0, device_type=_PRIVATE_USE)
 
 
 def synchronize(device: Any = None) -> None:
@@ -86,7 +88,8 @@ manual_seed = manual_seed_all
 
 def generator() -> torch.Generator:
     """The default generator of the device."""
-    return device_library().generator()
+    made: torch.Generator = device_library().generator()
+    return made
 
 
 def get_rng_state(device: Any = DEVICE) -> Tensor:
@@ -106,12 +109,12 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 def max_memory_allocated(device: Any = None) -> int:
     """The peak of ``memory_allocated`` in bytes."""
-    return device_library().memory()[1]
+    return int(device_library().memory()[1])
 
 
 def memory_allocated(device: Any = None) -> int:
     """The bytes of tensors on the device."""
-    return device_library().memory()[0]
+    return int(device_library().memory()[0])
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:

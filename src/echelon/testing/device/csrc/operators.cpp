@@ -212,6 +212,10 @@ struct Form {
 
 std::unordered_map<std::string, Form> forms;
 
+struct NoWarnings final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+} no_warnings;
+
 void append(std::ostringstream& key, const IValue& value) {
   if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
     key << '[';
@@ -273,6 +277,8 @@ const Form& form_of(const c10::OperatorHandle& op, const std::vector<IValue>& ar
       stack.push_back(value);
     }
     given = stack;
+    // Outputs that are too small are told about when the operator runs.
+    c10::WarningUtils::WarningHandlerGuard silent(&no_warnings);
     Locked locked;  // of the generator of the host
     SeededHost seeded(0);
     call_host(op, stack);
@@ -487,7 +493,6 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& argument = schema.arguments()[i];
     IValue value = arguments[i];
     bool writes = is_written(argument);
-    bool overwrites = writes && argument.is_out();
     each_tensor(value, [&](const Tensor& tensor) {
       if (writes) {
         auto& sizes = form->written[written++];
@@ -496,12 +501,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         }
       }
       if (on_device(tensor) && tensor.numel() > 0) {
-        if (writes) {
-          accesses.push_back(access_of(tensor, true));
-        }
-        if (!overwrites) {
-          accesses.push_back(access_of(tensor, false));
-        }
+        accesses.push_back(access_of(tensor, writes));
       }
     });
     bool is_fresh = form->resizes && argument.is_out();
