@@ -23,7 +23,7 @@ BENCHMARKS ?= collectives ddp fsdp pipeline checkpoint many_ranks pytest_ranks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-all test-long check bench gpu clean
+.PHONY: help demo docs test test-all test-long check device bench gpu clean
 
 help:
 	@echo "make demo    train a GPT on real text over two local processes"
@@ -45,15 +45,19 @@ demo: $(READY)
 # Ranks are many short processes. To compile the same files in each takes a tenth of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Compiled once, or several tests would do so at the same time and run out of theirs.
+device: $(READY)
+	@$(BIN)/python -m echelon.testing.device.native
+
 # The checks have run tests/architecture already.
 test: export OMP_NUM_THREADS = 1
-test: check
+test: check device
 	$(BIN)/python -m pytest --ignore=tests/architecture --ignore=tests/integrations \
 	  -m "not slow" $(PYTEST_ARGS)
 
 # The tests of integrations need the trainers, trackers and data sets that they integrate.
 test-all: export OMP_NUM_THREADS = 1
-test-all: $(READY_ALL) check
+test-all: $(READY_ALL) check device
 	$(BIN)/python -m pytest --ignore=tests/architecture --ignore=tests/integrations $(ALL_ARGS); \
 	  others=$$?; $(BIN)/python -m pytest tests/integrations $(INTEGRATIONS_ARGS) && exit $$others
 

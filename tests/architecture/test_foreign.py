@@ -6,14 +6,15 @@ import pytest
 
 from tests.architecture.sources import PACKAGE, Modules, imported_names, package_of, read_modules
 
-# Besides the two rooms that wrap it: torch's agent, and what that needs to start ranks; and a guest
-# of a library that asks the default group of torch.distributed.
+# Besides the two rooms that wrap it: torch's agent, and what that needs to start ranks; a guest of
+# a library that asks the default group; and a device whose process groups torch.distributed has.
 MAY_IMPORT_TORCH_DISTRIBUTED = {
     "comm.torch_dist",
     "c10d",
     "integrations.lightning.launched_ranks",
     "launch.agent",
     "launch.loopback_rendezvous",
+    "testing.device",
 }
 MAY_ASK_FOR_DEVICE_TYPE = {"comm.streams"}
 
@@ -75,7 +76,8 @@ def test_only_streams_asks_what_kind_of_device_it_has() -> None:
 def test_every_use_of_torch_distributed_is_seen(source: str) -> None:
     assert foreign_to_torch_distributed(package_of(comm__run=source)) == [
         "comm.run uses torch.distributed; only c10d and comm.torch_dist and "
-        "integrations.lightning.launched_ranks and launch.agent and launch.loopback_rendezvous may"
+        "integrations.lightning.launched_ranks and launch.agent and launch.loopback_rendezvous and "
+        "testing.device may"
     ]
     assert foreign_to_torch_distributed(package_of(comm__torch_dist=source)) == []
 

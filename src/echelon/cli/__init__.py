@@ -14,6 +14,7 @@ import typer.core
 from echelon.cli.checkpoint_commands import app as checkpoints_app
 from echelon.cli.output import printable_errors, refusing, refusing_places, say
 from echelon.cli.plan_arguments import plan_with
+from echelon.cli.race_command import race
 from echelon.cli.replay_options import OptionsUntilProgram, replay_with
 from echelon.cli.run_command import World, WorldKind, run_script
 from echelon.errors import ArgumentError, UnsupportedError
@@ -80,6 +81,7 @@ def _root(
 
 # Options end at the script; what follows is the script's, dashes included.
 app.command("run", context_settings={"allow_interspersed_args": False})(run_script)
+app.command("race", context_settings={"allow_interspersed_args": False})(race)
 
 
 @app.command("report")

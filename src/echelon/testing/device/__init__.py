@@ -9,4 +9,11 @@
 ``torch_module``  ``torch.sim``: what a device module of torch has
 ``collectives``   process groups whose collectives run on streams of their own, over gloo
 ``cuda_names``    ``"cuda"`` in a script means the simulated device
+``raced_script``  a rank of ``echelon race``
 """
+
+from echelon.testing.device.cuda_names import served_cuda
+from echelon.testing.device.report import RaceReport
+from echelon.testing.device.simulated import Order, SimulatedDevice, simulated_device
+
+__all__ = ["Order", "RaceReport", "SimulatedDevice", "served_cuda", "simulated_device"]

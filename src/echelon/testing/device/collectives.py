@@ -7,10 +7,10 @@ Tensors of the CPU go to gloo directly.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any, final
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from echelon.comm.streams import device_of
+from echelon.process.background_threads import run_in_background
 from echelon.testing.device import torch_module
 from echelon.testing.device.native import device_library
 
@@ -128,7 +130,8 @@ class SimulatedGroup(dist.ProcessGroup):
         after: Callable[[list[Tensor]], None] | None = None,
     ) -> dist.Work:
         outputs = tree_leaves(writes)
-        if any(isinstance(leaf, Tensor) and leaf.is_cpu for leaf in tree_leaves(args)):
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        if any(device_of(tensor.device).is_host for tensor in tensors):
             work: dist.Work = getattr(self._gloo, method)(*args)
             if after is not None:
                 work.wait()
@@ -248,9 +251,8 @@ class SimulatedGroup(dist.ProcessGroup):
     def _summing(self, opts: Any) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
         """Options for gloo, which has no means and reads them later; what to do with sums."""
         own, is_mean = type(opts)(), opts.reduceOp == dist.ReduceOp.AVG
-        for name in ("rootRank", "rootTensor", "timeout"):
-            if hasattr(opts, name):
-                setattr(own, name, getattr(opts, name))
+        if isinstance(opts, c10d.ReduceOptions):
+            own.rootRank, own.rootTensor = opts.rootRank, opts.rootTensor
         own.reduceOp = dist.ReduceOp.SUM if is_mean else opts.reduceOp
         return own, partial(_divide, self.size()) if is_mean else None
 
@@ -271,13 +273,12 @@ class _Collective:
         after: Callable[[list[Tensor]], None] | None,
     ) -> None:
         self._call, self._args, self._outputs, self._after = call, args, outputs, after
-        self._waits: threading.Thread | None = None
+        self._waits: Thread | None = None
         self._error: BaseException | None = None
 
     def __call__(self) -> bool:
         if self._waits is None:
-            self._waits = threading.Thread(target=self._run, daemon=True)
-            self._waits.start()
+            self._waits = run_in_background(f"{self._call.__name__} of {NAME}", self._run)
             if self._call.__name__ != "send":  # a send is over when its values are on their way
                 return False
             self._waits.join()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from echelon.process.replacement import Replacement
 from echelon.testing.device import collectives, torch_module
 
 _DEVICE = torch_module.DEVICE
@@ -126,6 +126,8 @@ def served_cuda() -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for owner, name, value in replaced:
-            stack.enter_context(patch.object(owner, name, value))
+            replacement = Replacement(owner, name, value)
+            replacement.put_in()
+            stack.callback(replacement.take_out)
         stack.enter_context(_ServedCalls())
         yield

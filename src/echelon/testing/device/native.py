@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from functools import cache
 from importlib.resources import files
@@ -19,8 +20,10 @@ from torch.utils import cpp_extension
 
 from echelon.errors import UnsupportedError
 from echelon.errors.message_text import say
+from echelon.process.atomic_files import replace_file
 
 NAME = "echelon_simulated_device"
+HEADERS = sysconfig.get_paths()["include"]  # of Python
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-DNDEBUG")  # as torch, for the same classes
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
 
@@ -66,9 +69,14 @@ def _compile(sources: dict[str, bytes], built: Path) -> None:
             f"the simulated device is compiled once, and there is no compiler here (CXX={named}): "
             "install one (Debian: apt install g++)"
         )
+    if not Path(HEADERS, "Python.h").exists():
+        raise UnsupportedError(
+            f"the simulated device is compiled once, and {HEADERS} has no Python.h: install the "
+            "headers of Python (Debian: apt install python3-dev)"
+        )
     say("echelon: compiling the simulated device for this torch, once: about a minute")
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-    includes.append(f"-I{_python_headers()}")
+    includes.append(f"-I{HEADERS}")
     define = f"-DTORCH_EXTENSION_NAME={NAME}"
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         for name, text in sources.items():
@@ -79,13 +87,15 @@ def _compile(sources: dict[str, bytes], built: Path) -> None:
         paths = cpp_extension.library_paths()
         links = [*(f"-L{path}" for path in paths), *(f"-Wl,-rpath,{path}" for path in paths)]
         _run([[compiler, "-shared", *objects, *links, *_LIBRARIES, "-o", built.name]], folder)
-        Path(folder, built.name).replace(built)  # at once, for others that do the same
+        # At once, for others that do the same.
+        replace_file(built, Path(folder, built.name).read_bytes(), sync=False)
 
 
-def _python_headers() -> str:
-    import sysconfig
-
-    return sysconfig.get_paths()["include"]
+def _try() -> None:
+    try:
+        device_library()
+    except UnsupportedError as error:
+        say(f"echelon: {error}")
 
 
 def _run(commands: list[list[str]], folder: str) -> None:
@@ -101,3 +111,7 @@ def _run(commands: list[list[str]], folder: str) -> None:
                 f"the simulated device does not compile with torch {torch.__version__}: "
                 f"{text[-2000:]}"
             )
+
+
+if __name__ == "__main__":
+    _try()

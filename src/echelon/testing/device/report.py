@@ -25,9 +25,14 @@ class Frame(NamedTuple):
     line: int
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is of the device itself."""
+        return self.file.startswith(_OURS)
+
+    @property
     def is_users(self) -> bool:
         """Whether it is neither torch's nor of the device."""
-        return not self.file.startswith((_TORCH, _OURS, "<"))
+        return not self.is_ours and not self.file.startswith((_TORCH, "<"))
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}, in {self.function}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -44,10 +45,12 @@ class SimulatedDevice:
 
     Attributes:
         order: in which work of streams runs.
+        waits: how often a wait for an event was issued, by where.
     """
 
     def __init__(self, order: Order) -> None:
         self.order = order
+        self.waits: Counter[Frame | None] = Counter()
         self._library = device_library()
         self._races = Races()
         self._host = Line("the host")
@@ -99,9 +102,9 @@ class SimulatedDevice:
             case _Kind.RECORD:
                 self._events[number] = self._line(line).now()
             case _Kind.WAIT:
-                self._line(line).join(self._events[number])
+                self._wait(self._line(line), number, stack)
             case _Kind.HOST_WAIT:
-                self._host.join(self._events[number])
+                self._wait(self._host, number, stack)
             case _Kind.HOST_LINE:
                 self._host.join(self._line(line).now())
             case _Kind.HOST_ALL:
@@ -112,14 +115,23 @@ class SimulatedDevice:
                 pool = None if on_host else self._line(line)
                 self._memories[number] = Memory(pool, nbytes, on_host=on_host)
                 if pool is not None:
+                    pool.join(self._host.now())
                     operation = self._operation(name, stack, line)
                     self._races.allocate(pool, operation)
                     everything = [(self._memories[number], ((0, nbytes),))]
                     self._launch(pool, operation, writes=everything)
             case _Kind.FREE:
-                self._races.free(self._memories.pop(number))
+                if (memory := self._memories.pop(number, None)) is not None:
+                    self._races.free(memory)
             case _Kind.OUTLIVES:
-                self._memories[number].outlives(self._line(line))
+                if number in self._memories:
+                    self._memories[number].outlives(self._line(line))
+
+    def _wait(self, line: Line, event: int, stack: int) -> None:
+        if event in self._events:  # else it is older than all that is known here
+            line.join(self._events[event])
+        frames = (Frame(*frame) for frame in self._library.stack(stack))
+        self.waits.update([next((frame for frame in frames if not frame.is_ours), None)])
 
     def _operate(self, line: Line, operation: Operation, accesses: Sequence[Any]) -> None:
         parts: dict[bool, list[Part]] = {False: [], True: []}
@@ -157,7 +169,9 @@ class SimulatedDevice:
 
 
 @contextmanager
-def simulated_device(order: Order = Order.EAGER, seed: int = 0) -> Iterator[SimulatedDevice]:
+def simulated_device(
+    order: Order = Order.EAGER, seed: int = 0, *, without: Frame | None = None
+) -> Iterator[SimulatedDevice]:
     """Give this process a device, ``"sim"``, on which programs run in the body.
 
     If the process has run a backward before it has the device, backwards on it run on the thread
@@ -166,6 +180,7 @@ def simulated_device(order: Order = Order.EAGER, seed: int = 0) -> Iterator[Simu
     Args:
         order: when work of streams runs.
         seed: of ``Order.RANDOM``.
+        without: a line of the program whose waits are left out, to see whether they are needed.
 
     Raises:
         UnsupportedError: there is no compiler, or torch has another device of this kind already.
@@ -183,6 +198,7 @@ def simulated_device(order: Order = Order.EAGER, seed: int = 0) -> Iterator[Simu
     library.begin(order.value, seed)
     library.journal()
     library.digests()
+    library.drop(*(without.file, without.line) if without else ("", 0))
     library.watch(True)
     device = SimulatedDevice(order)
     try:

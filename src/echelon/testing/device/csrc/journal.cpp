@@ -35,10 +35,32 @@ uint64_t next_memory = 1;
 std::string dropped_file;
 int dropped_line = 0;
 
-void add(Kind kind, int line, uint64_t number, uint64_t nbytes = 0) {
-  if (on) {
-    entries.push_back({kind, line, number, nbytes, 0, "", {}});
+bool is_dropped(uint64_t stack) {
+  for (auto& frame : dropped_line == 0 ? std::vector<Frame>() : frames_of(stack)) {
+    if (frame.file == dropped_file && frame.line == dropped_line) {
+      return true;
+    }
   }
+  return false;
+}
+
+void add(Kind kind, int line, uint64_t number) {
+  if (on) {
+    entries.push_back({kind, line, number, 0, 0, "", {}});
+  }
+}
+
+// A wait, unless this is the place at which waits are left out.
+bool add_wait(Kind kind, int line, uint64_t event) {
+  if (!on) {
+    return true;
+  }
+  uint64_t stack = here();
+  if (is_dropped(stack)) {
+    return false;
+  }
+  entries.push_back({kind, line, event, 0, stack, "", {}});
+  return true;
 }
 
 // With the GIL.
@@ -66,21 +88,6 @@ uint64_t stack_of_thread() {
     stacks.push_back({std::move(frames)});
   }
   return found->second;
-}
-
-bool is_dropped() {
-  if (dropped_line == 0) {
-    return false;
-  }
-  for (auto& frame : frames_of(here())) {
-    if (frame.file == dropped_file && frame.line == dropped_line) {
-      return true;
-    }
-    if (frame.file.find("/torch/") == std::string::npos) {
-      return false;
-    }
-  }
-  return false;
 }
 
 }  // namespace
@@ -145,19 +152,11 @@ uint64_t record(int line) {
 }
 
 bool waits(int line, uint64_t event) {
-  if (is_dropped()) {
-    return false;
-  }
-  add(Kind::Wait, line, event);
-  return true;
+  return add_wait(Kind::Wait, line, event);
 }
 
 bool host_waits(uint64_t event) {
-  if (is_dropped()) {
-    return false;
-  }
-  add(Kind::HostWait, HOST, event);
-  return true;
+  return add_wait(Kind::HostWait, HOST, event);
 }
 
 void host_waits_for_line(int line) {

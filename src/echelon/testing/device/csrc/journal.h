@@ -56,7 +56,7 @@ void turn_on(bool on);
 bool is_on();
 std::vector<Entry> take();
 std::vector<Frame> frames_of(uint64_t stack);
-// Leave out the waits whose innermost frame outside of torch is this line of this file.
+// Leave out the waits that are issued in this line of this file.
 void drop(std::string file, int line);
 
 // Remember where this thread is. Called without the lock of the device.

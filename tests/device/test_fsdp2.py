@@ -1,0 +1,109 @@
+"""FSDP2 of the installed torch on the simulated device, as rank 0 of four that are not there."""
+
+from __future__ import annotations
+
+import linecache
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from echelon.testing.device import SimulatedDevice, simulated_device
+from echelon.testing.device.collectives import NAME, register_backend
+from echelon.testing.device.report import Frame
+from tests.device.compiler import needs_compiler
+from tests.rank_zero import fake_engine
+
+pytestmark = needs_compiler
+BF16: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+OFFLOADED: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "not resharded": {"reshard_after_forward": False},
+    "reduced in bf16": BF16,
+    "offloaded": OFFLOADED,
+    "HSDP": {},
+    "HSDP, reduced in bf16": BF16,
+    "HSDP, offloaded": OFFLOADED,
+    "HSDP, reduced in bf16, offloaded": BF16 | OFFLOADED,
+}
+# Waits that stay silent in every configuration here, because another one comes before or after.
+_STREAM, _COPIES = "self._comm_ctx.all_gather_stream", "self._comm_ctx.all_gather_copy_in_stream"
+COVERED = {
+    f"FSDPState._root_pre_forward: {_COPIES}.wait_stream(current_stream)",
+    f"FSDPState._root_pre_forward: {_STREAM}.wait_stream(current_stream)",
+    f"FSDPState._post_forward: {_STREAM}.wait_event(all_gather_state.event)",
+    "FSDPParamGroup._wait_all_gather_streams_on_event: "
+    "self.comm_ctx.all_gather_stream.wait_event(event)",
+    "FSDPState._root_post_backward_final_callback: "
+    "self._device_handle.current_stream().wait_event(rs_state.event)",
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, simulated_device():
+        patch.setattr(
+            c10d, "ProcessGroupGloo", lambda store, rank, size, timeout: fake_engine(rank, size)
+        )
+        register_backend()
+        dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=4)
+        yield
+        dist.destroy_process_group()
+
+
+def train(name: str) -> None:
+    """Three steps of four blocks."""
+    options = OPTIONS[name]
+    shape, names = ((2, 2), ("replicate", "shard")) if "HSDP" in name else ((4,), ("shard",))
+    mesh = init_device_mesh("sim", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
+    model = nn.Sequential(*blocks)
+    if "offload_policy" not in options:
+        model.to("sim")
+    for block in (*model, model):
+        fully_shard(block, mesh=mesh, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for seed in range(3):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to("sim")
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(name: str, without: Frame | None = None) -> SimulatedDevice:
+    with simulated_device(without=without) as device:
+        train(name)
+        torch.accelerator.synchronize()
+        device.look()
+    return device
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_races(name: str, four_ranks: None) -> None:
+    assert str(trained(name).report()) == "no races"
+
+
+def site(frame: Frame) -> str:
+    """The function of a line, and the line itself."""
+    return f"{frame.function}: {linecache.getline(frame.file, frame.line).strip()}"
+
+
+@pytest.mark.slow
+def test_each_wait_that_is_left_out_is_found(four_ranks: None) -> None:
+    names = defaultdict(list)
+    for name in OPTIONS:
+        for frame in trained(name).waits:
+            if frame is not None and "/fsdp/" in frame.file:
+                names[frame].append(name)
+    found = {frame: [n for n in of if trained(n, frame).report()] for frame, of in names.items()}
+    assert len(found) >= 12
+    assert {site(frame) for frame, where in found.items() if not where} == COVERED
