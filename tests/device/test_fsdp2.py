@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from echelon.testing.device import SimulatedDevice, simulated_device
 from echelon.testing.device.collectives import NAME, register_backend
@@ -107,3 +108,54 @@ def test_each_wait_that_is_left_out_is_found(four_ranks: None) -> None:
     found = {frame: [n for n in of if trained(n, frame).report()] for frame, of in names.items()}
     assert len(found) >= 12
     assert {site(frame) for frame, where in found.items() if not where} == COVERED
+
+
+# Defects that PyTorch had, put back -------------------------------------------------------------
+
+
+def drop_the_buffer_of_the_all_reduce(patch: pytest.MonkeyPatch) -> None:
+    """Of HSDP, before the collective has read it (pytorch #140044, #180665)."""
+    plain = FSDPParamGroup.post_backward
+
+    def post_backward(group: Any, *args: Any) -> None:
+        plain(group, *args)
+        if group._all_reduce_state is not None:
+            group._all_reduce_state = group._all_reduce_state._replace(all_reduce_input=None)
+
+    patch.setattr(FSDPParamGroup, "post_backward", post_backward)
+
+
+def drop_the_input_of_the_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
+    plain = FSDPParamGroup.post_backward
+
+    def post_backward(group: Any, *args: Any) -> None:
+        plain(group, *args)
+        states = group.comm_ctx.reduce_scatter_states
+        states[:] = [state._replace(reduce_scatter_input=None) for state in states]
+
+    patch.setattr(FSDPParamGroup, "post_backward", post_backward)
+
+
+def gather_before_the_last_use(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FSDPParamGroup, "_wait_all_gather_streams_on_event", lambda group, event: None)
+
+
+@pytest.mark.parametrize(
+    ("defect", "name", "collective"),
+    [
+        (drop_the_buffer_of_the_all_reduce, "HSDP, reduced in bf16", "allreduce"),
+        (drop_the_input_of_the_reduce_scatter, "plain", "_reduce_scatter_base"),
+        (gather_before_the_last_use, "plain", "_allgather_base"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_defect_that_was_public_is_named(
+    defect: Callable[[pytest.MonkeyPatch], None],
+    name: str,
+    collective: str,
+    four_ranks: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    defect(monkeypatch)
+    findings = trained(name).report().findings
+    assert any(collective in (each.first.name, each.second.name) for each in findings)

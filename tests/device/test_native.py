@@ -23,7 +23,7 @@ def test_without_the_headers_of_python_it_says_what_to_install(
     (tmp_path / "c++").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(native, "HEADERS", str(tmp_path))
-    with pytest.raises(UnsupportedError, match="no Python.h: .*apt install python3-dev"):
+    with pytest.raises(UnsupportedError, match=r"no Python\.h: .*apt install python3-dev"):
         native._compile({}, tmp_path / "device.so")
 
 

@@ -157,7 +157,8 @@ class SimulatedDevice:
         key = name, stack, line
         if key not in self._operations:
             frames = tuple(Frame(*frame) for frame in self._library.stack(stack))
-            place = next((frame for frame in frames if frame.is_users), None)
+            users = (frame for frame in frames if frame.is_users)
+            place = next(users, next((frame for frame in frames if not frame.is_ours), None))
             operation = Operation(
                 name.removeprefix("aten::"),
                 "an unknown place" if place is None else str(place),
