@@ -47,7 +47,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Compiled once, or several tests would do so at the same time and run out of theirs.
 device: $(READY)
-	@$(BIN)/python -m echelon.testing.device.native
+	@$(BIN)/python -m echelon.testing.device
 
 # The checks have run tests/architecture already.
 test: export OMP_NUM_THREADS = 1

@@ -10,7 +10,7 @@ import echelon as ec
 from echelon import testing
 from echelon.comm.threads.blocking_calls import GRACE_S
 from echelon.errors import ArgumentError, CollectiveMismatch, CommTimeout, RankError
-from echelon.testing import FAULTS, Fault, FaultyGroup, InjectedFault, run_faulty, slow
+from echelon.testing import FAULTS, Fault, FaultyGroup, InjectedFault, faults, run_faulty, slow
 from tests.comm import collective_checks, order_checks
 from tests.comm.checking import checks_of, run_checks
 
@@ -18,7 +18,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 def test_the_examples_run() -> None:
-    results = doctest.testmod(testing, optionflags=doctest.ELLIPSIS)
+    results = doctest.testmod(faults, optionflags=doctest.ELLIPSIS)
     assert results.attempted >= 4
     assert results.failed == 0
 

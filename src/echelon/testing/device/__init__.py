@@ -10,6 +10,7 @@
 ``collectives``   process groups whose collectives run on streams of their own, over gloo
 ``cuda_names``    ``"cuda"`` in a script means the simulated device
 ``raced_script``  a rank of ``echelon race``
+``__main__``    compiles the device now
 ``pytest_fixture``  a device for a test, which fails if something races
 """
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 
 from echelon.errors import UnsupportedError
 from echelon.errors.message_text import say
 from echelon.process.atomic_files import replace_file
 
 NAME = "echelon_simulated_device"
+_TORCH = Path(torch.__file__).parent
 HEADERS = sysconfig.get_paths()["include"]  # of Python
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-DNDEBUG")  # as torch, for the same classes
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
@@ -75,8 +75,9 @@ def _compile(sources: dict[str, bytes], built: Path) -> None:
             "headers of Python (Debian: apt install python3-dev)"
         )
     say("echelon: compiling the simulated device for this torch, once: about a minute")
-    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-    includes.append(f"-I{HEADERS}")
+    # torch.utils.cpp_extension knows these, too, but imports setuptools, which changes sys.path.
+    headers = (_TORCH / "include", _TORCH / "include/torch/csrc/api/include", HEADERS)
+    includes = [f"-I{path}" for path in headers]
     define = f"-DTORCH_EXTENSION_NAME={NAME}"
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         for name, text in sources.items():
@@ -84,18 +85,10 @@ def _compile(sources: dict[str, bytes], built: Path) -> None:
         units = [name for name in sources if name.endswith(".cpp")]
         _run([[compiler, *_FLAGS, define, *includes, "-c", unit] for unit in units], folder)
         objects = [f"{Path(unit).stem}.o" for unit in units]
-        paths = cpp_extension.library_paths()
-        links = [*(f"-L{path}" for path in paths), *(f"-Wl,-rpath,{path}" for path in paths)]
+        links = [f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}"]
         _run([[compiler, "-shared", *objects, *links, *_LIBRARIES, "-o", built.name]], folder)
         # At once, for others that do the same.
         replace_file(built, Path(folder, built.name).read_bytes(), sync=False)
-
-
-def _try() -> None:
-    try:
-        device_library()
-    except UnsupportedError as error:
-        say(f"echelon: {error}")
 
 
 def _run(commands: list[list[str]], folder: str) -> None:
@@ -111,7 +104,3 @@ def _run(commands: list[list[str]], folder: str) -> None:
                 f"the simulated device does not compile with torch {torch.__version__}: "
                 f"{text[-2000:]}"
             )
-
-
-if __name__ == "__main__":
-    _try()
