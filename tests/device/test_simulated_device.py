@@ -169,6 +169,12 @@ def reads_a_copy_that_is_not_done() -> None:
     host.sum()
 
 
+def lists_a_copy_that_is_not_done() -> None:
+    host = torch.empty(4).pin_memory()
+    host.copy_(torch.ones(4, device="sim"), non_blocking=True)
+    host.tolist()
+
+
 def fills_a_pinned_buffer_again() -> None:
     host = torch.ones(4).pin_memory()
     host.to("sim", non_blocking=True)
@@ -181,6 +187,7 @@ RACES = {
     writes_twice: ("write after write", "fill_", "fill_"),
     drops_what_another_stream_uses: ("use after free", "sum", "allocation"),
     reads_a_copy_that_is_not_done: ("read after write", "copy_", "sum"),
+    lists_a_copy_that_is_not_done: ("read after write", "copy_", "read"),
     fills_a_pinned_buffer_again: ("write after read", "copy_", "fill_"),
 }
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -66,9 +67,12 @@ def test_nothing_is_left_where_ranks_cannot_be_started(monkeypatch: pytest.Monke
 
 
 def open_files() -> Counter[str]:
-    """What the descriptors of this process are open on; earlier tests may still close some."""
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return Counter(os.readlink(link) for link in links)
+    """What the descriptors of this process are open on; threads of earlier tests may close some."""
+    opened = Counter[str]()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            opened[os.readlink(link)] += 1
+    return opened
 
 
 def returns_what_cannot_travel(world: ec.World) -> object:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.utils import backend_registration
 
+from echelon.comm.streams import device_of
+from echelon.process.replacement import Replacement
 from echelon.testing.device import torch_module
 from echelon.testing.device.clocks import Line, Memory, Operation, Point
 from echelon.testing.device.geometry import byte_ranges
@@ -202,11 +205,29 @@ def simulated_device(
     library.drop(*(without.file, without.line) if without else ("", 0))
     library.watch(True)
     device = SimulatedDevice(order)
+    readers = [Replacement(Tensor, name, _reading(name)) for name in ("numpy", "tolist")]
+    for reader in readers:
+        reader.put_in()
     try:
         with torch.autograd.set_multithreading_enabled(has_own_thread):
             yield device
     finally:
         library.watch(False)
+        for reader in readers:
+            reader.take_out()
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    """A method of tensors that gives the host their values without an operator."""
+    plain = getattr(Tensor, name)
+
+    @wraps(plain)
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.layout == torch.strided and device_of(tensor.device).is_host:
+            device_library().host_reads(tensor)
+        return plain(tensor, *args, **kwargs)
+
+    return read
 
 
 @cache

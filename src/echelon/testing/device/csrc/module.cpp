@@ -15,7 +15,7 @@ void launch(
     const std::vector<at::Tensor>& reads,
     const std::vector<at::Tensor>& writes,
     Step step);
-void host_access(const at::Tensor& tensor, bool writes);
+void host_reads(const at::Tensor& tensor);
 void register_hooks();
 at::Generator& default_generator();
 
@@ -81,7 +81,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::gil_scoped_release release;
     launch(name, reads, writes, std::move(step));
   });
-  m.def("host_access", &host_access, py::call_guard<py::gil_scoped_release>());
+  m.def("host_reads", &host_reads, py::call_guard<py::gil_scoped_release>());
   m.def("memory", [] {
     auto stats = memory::stats();
     return std::make_pair(stats.allocated, stats.peak);

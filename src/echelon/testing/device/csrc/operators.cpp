@@ -977,10 +977,14 @@ void launch(
   issue(current_line(), std::move(step));
 }
 
-void host_access(const Tensor& tensor, bool writes) {
+// Values of a tensor that the host reads without an operator.
+void host_reads(const Tensor& tensor) {
+  if (!memory::is_pinned(tensor.storage().data())) {
+    return;
+  }
   uint64_t where = journal::here();
   Locked locked;
-  journal::operation("a use by the host", journal::HOST, {access_of(tensor, writes)}, where);
+  journal::operation("read", journal::HOST, {access_of(tensor, false)}, where);
 }
 
 void register_hooks() {
