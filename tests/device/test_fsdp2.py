@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from echelon.testing.device import SimulatedDevice, simulated_device
 from echelon.testing.device.collectives import NAME, register_backend
 from echelon.testing.device.report import Frame
+from echelon.testing.device.simulated import install
 from tests.device.compiler import needs_compiler
 from tests.rank_zero import fake_engine
 
@@ -50,7 +51,8 @@ COVERED = {
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, simulated_device():
+    install()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             c10d, "ProcessGroupGloo", lambda store, rank, size, timeout: fake_engine(rank, size)
         )

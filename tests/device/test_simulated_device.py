@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.errors import StateError
 from echelon.testing.device.simulated import Order, RaceReport, simulated_device
 from tests.device.compiler import needs_compiler
 
@@ -283,6 +284,14 @@ def synchronizes() -> None:
 )
 def test_what_waits_is_no_race(program: Callable[[], None], order: Order) -> None:
     assert raced(program, order).findings == ()
+
+
+def test_a_second_device_is_refused_and_the_first_goes_on() -> None:
+    with simulated_device() as device:
+        with pytest.raises(StateError, match="has a simulated device already"), simulated_device():
+            pass
+        writes_twice()
+        assert len(device.report().findings) == 1
 
 
 def test_an_error_in_the_work_of_a_stream_is_raised_where_it_is_waited_for() -> None:

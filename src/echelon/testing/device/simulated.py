@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import cache, wraps
+from threading import Lock
 from typing import Any, final
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils import backend_registration
 
 from echelon.comm.streams import device_of
+from echelon.errors import StateError
 from echelon.process.replacement import Replacement
 from echelon.testing.device import torch_module
 from echelon.testing.device.clocks import Line, Memory, Operation, Point
@@ -22,6 +24,7 @@ from echelon.testing.device.native import device_library
 from echelon.testing.device.races import Part, Races
 from echelon.testing.device.report import Frame, RaceReport
 
+_in_use = Lock()
 _HOST = -1  # the line of the host, and the pool of its memory
 
 
@@ -187,7 +190,8 @@ def simulated_device(
         without: a line of the program whose waits are left out, to see whether they are needed.
 
     Raises:
-        UnsupportedError: there is no compiler, or torch has another device of this kind already.
+        StateError: this process has one already, as in a body in the body.
+        UnsupportedError: there is no compiler.
 
     Example:
         >>> with simulated_device() as device:  # doctest: +SKIP
@@ -199,22 +203,25 @@ def simulated_device(
     """
     has_own_thread = install()
     library = device_library()
-    library.begin(order.value, seed)
-    library.journal()
-    library.digests()
-    library.drop(*(without.file, without.line) if without else ("", 0))
-    library.watch(True)
-    device = SimulatedDevice(order)
-    readers = [Replacement(Tensor, name, _reading(name)) for name in ("numpy", "tolist")]
-    for reader in readers:
-        reader.put_in()
-    try:
-        with torch.autograd.set_multithreading_enabled(has_own_thread):
-            yield device
-    finally:
-        library.watch(False)
-        for reader in readers:
-            reader.take_out()
+    if not _in_use.acquire(blocking=False):
+        raise StateError(
+            "this process has a simulated device already, and there is one in a process: leave "
+            "`with simulated_device()` before the next one"
+        )
+    with ExitStack() as stack:
+        stack.callback(_in_use.release)
+        library.begin(order.value, seed)
+        library.journal()  # of what was done on the device before
+        library.digests()
+        library.drop(*(without.file, without.line) if without else ("", 0))
+        for name in ("numpy", "tolist"):
+            reader = Replacement(Tensor, name, _reading(name))
+            reader.put_in()
+            stack.callback(reader.take_out)
+        library.watch(True)
+        stack.callback(library.watch, False)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(has_own_thread))
+        yield SimulatedDevice(order)
 
 
 def _reading(name: str) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ void launch(
     Step step);
 void host_reads(const at::Tensor& tensor);
 void register_hooks();
+void watch(bool on);
 at::Generator& default_generator();
 
 namespace {
@@ -62,7 +63,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   register_hooks();
   m.def("begin", [](int order, uint64_t seed) { begin(static_cast<Order>(order), seed); },
         py::arg("order"), py::arg("seed"), py::call_guard<py::gil_scoped_release>());
-  m.def("watch", &journal::turn_on);
+  m.def("watch", &watch);
   m.def("journal", &journal_of);
   m.def("stack", [](uint64_t number) {
     std::vector<std::tuple<std::string, std::string, int>> frames;

@@ -912,9 +912,6 @@ bool touches_no_values(const c10::FunctionSchema& schema) {
 }
 
 std::unique_ptr<at::ObserverContext> look_at_host(const at::RecordFunction& function) {
-  if (!journal::is_on()) {
-    return nullptr;
-  }
   bool has_pinned = false;
   bool has_device = false;
   for (const IValue& value : function.inputs()) {
@@ -989,9 +986,19 @@ void host_reads(const Tensor& tensor) {
 
 void register_hooks() {
   at::RegisterPrivateUse1HooksInterface(&hooks);
-  at::addGlobalCallback(at::RecordFunctionCallback(look_at_host)
-                            .needsInputs(true)
-                            .scopes({at::RecordScope::FUNCTION}));
+}
+
+// Write the journal from now on, or no more; without it operators of the host cost what they did.
+void watch(bool on) {
+  static at::CallbackHandle handle = 0;
+  if (on && !journal::is_on()) {
+    handle = at::addGlobalCallback(at::RecordFunctionCallback(look_at_host)
+                                       .needsInputs(true)
+                                       .scopes({at::RecordScope::FUNCTION}));
+  } else if (!on && journal::is_on()) {
+    at::removeCallback(handle);
+  }
+  journal::turn_on(on);
 }
 
 }  // namespace sim
