@@ -30,12 +30,8 @@ NAME = "simccl"
 def register_backend() -> None:
     """Let ``init_process_group`` use the simulated groups for the device."""
     dist.Backend.register_backend(
-        NAME, _create, extended_api=False, devices=[torch_module.DEVICE, "cpu"]
+        NAME, SimulatedGroup, extended_api=False, devices=[torch_module.DEVICE, "cpu"]
     )
-
-
-def _create(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
-    return SimulatedGroup(store, rank, size, timeout)
 
 
 @final
@@ -126,7 +122,6 @@ class SimulatedGroup(dist.ProcessGroup):
         reads: Any,
         writes: Any,
         *,
-        stream: torch.Stream | None = None,
         after: Callable[[list[Tensor]], None] | None = None,
     ) -> dist.Work:
         outputs = tree_leaves(writes)
@@ -137,7 +132,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 work.wait()
                 after(outputs)
             return work
-        library, stream = device_library(), stream or self._stream
+        library, stream = device_library(), self._stream
         stream.wait_stream(torch.accelerator.current_stream())
         host_args = tree_map_only(Tensor, library.host_view, list(args))
         host_outputs = [library.host_view(output) for output in outputs]

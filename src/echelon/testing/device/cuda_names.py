@@ -32,11 +32,9 @@ _NAMES = (
 
 def _served(value: Any) -> Any:
     """A value in which a device of CUDA is the simulated one."""
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device(_DEVICE, 0)
-    if isinstance(value, str) and value.partition(":")[0] == "cuda":
-        return torch.device(_DEVICE, 0)
-    return value
+    is_device = isinstance(value, str | torch.device)
+    is_cuda = is_device and str(value).partition(":")[0] == "cuda"
+    return torch.device(_DEVICE, 0) if is_cuda else value
 
 
 @final
@@ -51,9 +49,8 @@ class _ServedCalls(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.device:
-            made = func(*args, **(kwargs or {}))
-            return _served(made)
-        if func in (torch.Tensor.cuda, nn.Module.cuda):
+            return _served(func(*args, **(kwargs or {})))
+        if func is torch.Tensor.cuda:
             return torch.Tensor.to(args[0], _DEVICE, *args[2:], **(kwargs or {}))
         return func(*map(_served, args), **tree_map(_served, dict(kwargs or {})))
 
