@@ -44,6 +44,7 @@ COSTLY_WORLDS = {"processes", "gloo"}
 IN_EVERY_WORLD = {"attacks", "c10d", "checkpoint", "cli", "comm", "cuda", "diagnosis", "launch"}
 IN_EVERY_WORLD |= {"laws", "process"}
 LONG = {"comm", "torch_dist", "cli", "c10d", "launch", "test_examples.py", "test_benchmarks.py"}
+LEAVES_A_DEVICE = "device"
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # These serve all processes of a session and end with it. A rank is a child of the forkserver, not
 # of pytest, and would show the same command line.
@@ -200,15 +201,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return CrashedWorkers(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow for its values, and put long files first.
+def turn(item: pytest.Item) -> int:
+    """When the file of a test is handed out, the lowest first."""
+    folder = item.path.parent.name
+    return 2 if folder == LEAVES_A_DEVICE else folder not in LONG and item.path.name not in LONG
 
-    Each worker takes a file at a time until none is left.
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow for its values, and put long files first and those of the device last.
+
+    Each worker takes a file at a time until none is left. Torch takes a device for the accelerator
+    of a process for good: FSDP2 on the CPU would find it there.
     """
     for item in items:
         if is_slow(item):
             item.add_marker("slow")
-    items.sort(key=lambda item: item.path.parent.name not in LONG and item.path.name not in LONG)
+    items.sort(key=turn)
 
 
 @pytest.fixture(autouse=True)
