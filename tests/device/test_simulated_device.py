@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import StateError
+from echelon.testing.device.native import device_library
 from echelon.testing.device.simulated import Order, RaceReport, simulated_device
 from tests.device.compiler import needs_compiler
 
@@ -124,6 +126,21 @@ def test_memory_is_used_again_at_once_and_has_no_values_until_it_is_written() ->
         y = torch.empty(100, device="sim")
         assert y.data_ptr() == address
         assert y.isnan().all().item()
+
+
+def test_memory_that_another_thread_drops_while_work_runs_is_used_again() -> None:
+    with simulated_device():
+        dropped = [torch.ones(4, device="sim")]
+        memory = dropped[0].untyped_storage().data_ptr()
+
+        def work() -> bool:  # garbage is collected in any thread
+            thread = threading.Thread(target=dropped.clear, daemon=True)
+            thread.start()
+            thread.join(10)
+            return not thread.is_alive()
+
+        device_library().launch("work", [], [], work)
+        assert torch.ones(4, device="sim").untyped_storage().data_ptr() == memory
 
 
 # Races -----------------------------------------------------------------------------------------

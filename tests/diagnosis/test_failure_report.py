@@ -269,7 +269,7 @@ def test_a_traceback_begins_with_a_whole_frame_and_not_with_what_starts_the_scri
 def test_when_torchrun_itself_fails_its_words_are_shown() -> None:
     lines = text(agent_log="Traceback\nOSError: no port\n")
     assert lines == [
-        "torchrun could not run the ranks; it wrote:",
+        "torch's agent could not run the ranks; it wrote:",
         "  Traceback",
         "  OSError: no port",
     ]

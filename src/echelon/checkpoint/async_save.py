@@ -135,7 +135,7 @@ class AsyncSave:
     def _run(self, saving: Saving | SkippedSave) -> None:
         try:
             saving.finish()
-        except BaseException as error:  # raised by the next call
+        except BaseException as error:  # raised by ``wait``, ``poll`` or ``finish``
             self._error = error
 
     def _is_done_on_all(self) -> bool:

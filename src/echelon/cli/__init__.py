@@ -1,6 +1,21 @@
 """``echelon`` on the command line: start a script on many ranks, draw a run, check a machine.
 
 Torch is imported only in a command that needs it, so that help and wrong options answer at once.
+
+``run_command``           ``echelon run``: processes or simulated ranks of this machine
+``script_errors``         what a user's script raises in a command
+``running_jobs``          ``ps`` and ``look``
+``race_command``          ``race``
+``compare_command``       ``compare``
+``replay_options``        ``replay``, whose work is in ``replay_command``
+``plan_arguments``        ``plan``, whose work is in ``plan_command``
+``script_check_command``  ``plan --check``
+``what_if_command``       ``plan --scale`` and ``--mtbf``
+``schedule_command``      ``schedule``
+``schedule_check``        ``schedule check``
+``checkpoint_commands``   ``checkpoint list``, ``verify``, ``convert`` and ``compare``
+``doctor``                ``doctor``
+``output``                what all of them print and refuse
 """
 
 from __future__ import annotations

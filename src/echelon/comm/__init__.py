@@ -13,7 +13,7 @@ In reading order::
     compiler_bypass   code that ``torch.compile`` runs as it is
     group_tree        which group was made from which, and what happens before the world closes
     work              communication under way, and windows
-    reduce_op         the operations of reductions, and the order in which sums run
+    reduce_op         the operations of reductions, the order of sums, and the division of a mean
     ordered_executor  runs the collectives of a group in the order of their issue
     objects           bytes and objects between ranks
     object_bytes      objects as bytes that run no code when they are read

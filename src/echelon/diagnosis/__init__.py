@@ -1,10 +1,12 @@
 """What each rank is doing, who waits for whom, and which failure was the first.
 
-``collective_call``  an issued call, how it reads, and how ranks compare theirs in eight bytes
+``collective_call``  an issued call, the line of the user that issued it, and its eight bytes, which
+                     ranks compare
 ``flight_recorder``  where each rank of a host is, in memory that outlives it
 ``stacks``           the Python stacks of ranks that do not answer
-``rank_monitor``     what a rank writes about itself into the recorder, and learns about others
-``stuck_ranks``      ranks that others wait for in vain
+``rank_monitor``     what a rank writes about itself into the recorder, and which rank a time-out
+                     blames
+``stuck_ranks``      how an error describes the ranks that it blames
 ``stalled_calls``    which ranks hold up a collective that a device does not finish
 ``arrivals``         when a rank came to its last collectives, and what it had done before
 ``activity_hooks``   where torch and Python begin what this library does not see otherwise

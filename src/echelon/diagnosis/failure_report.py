@@ -38,7 +38,7 @@ def failure_report(
     cause = root_cause(by_rank.values())
     if cause is None:
         tail = _tail(agent_log, _LOG_LINES) or ["  it wrote nothing"]
-        return ["torchrun could not run the ranks; it wrote:", *tail, *notes][:MAX_LINES]
+        return ["torch's agent could not run the ranks; it wrote:", *tail, *notes][:MAX_LINES]
     alike = _alike(cause, by_rank.values())
     others = [
         record

@@ -21,13 +21,13 @@ reduction in ``gradients``.
 ``pass_state``        the state of one forward and of one backward, unit by unit
 ``unsharder``         unshards units when passes reach them, and ahead of that
 ``gradient_reducer``  collects gradients and launches their reductions
-``backward``          which units a backward has reached, left and completed
+``backward``          which units a backward has reached, left and completed; ``no_sync``
 ``hooks``             the hooks on modules, and when shards may be written
 ``forward_writes``    writes of a forward into its parameters
 ``evaluation_rounds`` evaluation where some ranks have no rows
-``build``             from a module to units with memory and initial values, and back
+``build``             from a module to units with memory, dtypes and initial values, and back
 ``guards``            keeps code outside from taking shards for unsharded parameters
-``sharded_module``    what a sharded model is when it does not train
+``sharded_module``    ``state_dict``, ``whole_state_dict``, loading and copying of a sharded model
 ``fsdp_view``         what ``ec.show`` says about a sharded model
 ``unit_info``         the units, shards and memory of a model, as users see them
 ``state_dict``        copies of parameters, parts of states, and the ranges of this rank

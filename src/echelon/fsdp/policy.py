@@ -236,7 +236,7 @@ class FSDPOptions:
         return _TRAITS[self.strategy]
 
     def divisor(self) -> float:
-        """The number by which the sums of gradients are divided after the reduction."""
+        """The user's divisor of the sums of gradients; 1 if the collective takes their mean."""
         return 1.0 if self.reduction in ("mean", "sum") else float(self.reduction)
 
     @property

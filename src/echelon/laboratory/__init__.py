@@ -66,4 +66,6 @@ Holding ranks after each call, ``ec.step_through``:
 ``step_commands``  what a user types between two calls
 ``step_gate``      looks at each call, and holds the ranks
 ``step_through``   ``ec.step_through`` itself: lets them on, call by call
+
+Races on GPUs, ``echelon race``, are found by ``echelon.testing.device``.
 """

@@ -168,18 +168,18 @@ def test_a_rank_that_waits_is_not_woken_before_its_turn(
 ) -> None:
     waits: list[int] = []
     orders: list[Any] = []
-    wait_for = turns.wait_for
+    wait = turns.Wakeup.wait
 
-    def counted(condition: threading.Condition, seconds: float | None = None) -> bool:
+    def counted(wakeup: turns.Wakeup, seconds: float | None = None) -> bool:
         waits.append(threading.get_ident())
-        return wait_for(condition, seconds)
+        return wait(wakeup, seconds)
 
     def main(world: ec.World) -> None:
         orders.append(thread_world(world).order)
         for _ in range(20):
             world.group.barrier()
 
-    monkeypatch.setattr(turns, "wait_for", counted)
+    monkeypatch.setattr(turns.Wakeup, "wait", counted)
     ec.run(main, ranks)
     assert 20 <= len(waits) <= orders[0]._turn
 

@@ -27,7 +27,8 @@ In reading order::
     rank_threads        which rank the calling thread is
     running_time        the clock that stands still while a debugger has stopped the ranks
 
-    process_state       what each rank has for itself: the registered states, exchanged at a turn
+    process_state       what each rank has for itself, such as torch's random stream: the registered
+                        states, exchanged at a turn
     replaced_names      attributes of modules and classes, among these states
     python_stream       Python's random stream, the same
     numpy_stream        NumPy's, the same

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import accumulate, chain, groupby
-from operator import call, itemgetter
+from itertools import accumulate, chain, compress, groupby
+from operator import call, is_not, itemgetter
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, final
 
@@ -111,6 +111,8 @@ class Names:
         >>> names = Names([Place(Holder, ("number",))])
         >>> before = names.read()
         >>> Holder.number = 2
+        >>> names.read()
+        (2,)
         >>> names.write(before)
         >>> Holder.number, names.read() is before
         (1, True)
@@ -158,11 +160,11 @@ class Names:
         return self._latest
 
     def write(self, values: Values) -> None:
-        """Assign the values that differ from what was there when they were last read."""
+        """Assign the values that differ from those that ``read`` has just returned."""
         pairs = zip(self._attributes, values, strict=True)
-        for (holder, attributes, name, first, at_first), value in pairs:
-            current = attributes[name]
-            if current is value or current is _MISSING:
+        differs = map(is_not, self._latest, values)  # most do not, and C is faster than a loop
+        for (holder, attributes, name, first, at_first), value in compress(pairs, differs):
+            if attributes[name] is _MISSING:
                 continue
             if value is _MISSING:  # the module was imported since these values were read
                 value = first(at_first)
@@ -170,8 +172,8 @@ class Names:
                 attributes[name] = value
             else:
                 setattr(holder, name, value)
-        self._latest = values
-        if self._are_compared:
+        changed, self._latest = values is not self._latest, values
+        if self._are_compared and changed:
             self._seen = list(map(call, self._gets, self._namespaces))
 
     def first_values(self, values: Values) -> Values:

@@ -45,17 +45,18 @@ import math
 import threading
 import time
 import warnings
+from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from echelon.comm.threads import global_hooks  # noqa: F401  # registers state
 from echelon.comm.threads.blocking_calls import handing_on, renew_grace
 from echelon.comm.threads.cached_properties import without_locks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
-from echelon.comm.threads.process_state import OUTSIDE, StateOwner, wait_for
+from echelon.comm.threads.process_state import OUTSIDE, StateOwner
 from echelon.comm.threads.rank_threads import RankThread, this_rank
 from echelon.comm.threads.replaced_names import watching_imports
 from echelon.comm.threads.running_time import running_ns, stops
@@ -68,6 +69,40 @@ OVERTAKE_S = 0.2
 BLOCKED_S = 2.0
 _WORLD = -1  # stands for the clock of the world, which runs unless somebody looks at the ranks
 _BUSY = 0.1  # the share of a core that a process uses at least if its rank does not block
+
+
+@final
+class Wakeup:
+    """What threads of one rank wait for: a condition whose methods cost a third of Python's own.
+
+    Args:
+        lock: held by the caller of a method, once, and free while a thread waits.
+    """
+
+    def __init__(self, lock: AbstractContextManager[bool]) -> None:
+        self._lock: Any = lock
+        self._waiting: list[Any] = []  # a lock for each thread
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return whether the thread was woken, if necessary after so many seconds."""
+        woken, lock = allocate_lock(), self._lock
+        woken.acquire()
+        self._waiting.append(woken)
+        lock.release()
+        is_woken = False
+        try:
+            is_woken = woken.acquire(timeout=-1 if seconds is None else seconds)
+        finally:
+            lock.acquire()
+            if not is_woken and woken in self._waiting:
+                self._waiting.remove(woken)
+        return is_woken
+
+    def wake(self) -> None:
+        """Let all threads go on that wait."""
+        for woken in self._waiting:
+            woken.release()
+        self._waiting.clear()
 
 
 @final
@@ -87,8 +122,8 @@ class Turns:
     """
 
     def __init__(self, size: int) -> None:
-        self.lock = threading.RLock()  # whose conditions wait without Python code of their own
-        self._wakeups = [threading.Condition(self.lock) for _ in range(size)]
+        self.lock = threading.RLock()
+        self._wakeups = [Wakeup(self.lock) for _ in range(size)]
         self.asking_thread: int | None = None
         self.when_rank_runs: Callable[[], None] | None = None
         self._in_a_hurry = False
@@ -190,7 +225,7 @@ class Turns:
             self._patience_s[rank] = patience_s
             self._stop_clock(rank)
             self._hand_on(rank)
-        wait_for(self._wakeups[rank], seconds)
+        self._wakeups[rank].wait(seconds)
 
     def resume(self, rank: int, *, overtake: bool = False) -> None:
         """Return when it is the turn of the rank, unless this is another one of its threads.
@@ -224,7 +259,7 @@ class Turns:
         takes_turns = self._threads[rank]
         for thread in threads:
             if thread != takes_turns:
-                self._wakeups[rank].notify_all()
+                self._wakeups[rank].wake()
             elif self._holder != rank:
                 self._wanting.add(rank)  # to wake it before its turn would only cost time
                 if self._holder is None:
@@ -249,7 +284,7 @@ class Turns:
         """Let no rank wait long before it runs from now on, since the world has failed."""
         self._in_a_hurry = True
         for wakeup in self._wakeups:
-            wakeup.notify_all()
+            wakeup.wake()
 
     @contextmanager
     def _blocked(self, rank: int) -> Iterator[None]:
@@ -370,7 +405,7 @@ class Turns:
             self._note_idleness(self.clock(_WORLD))
         if self._starter.lock.is_wanted():
             self._release_process()
-        self._wakeups[self._holder].notify_all()
+        self._wakeups[self._holder].wake()
 
     def _take_turn(self, rank: int, *, overtake: bool = False) -> None:
         """Wait for the turn of the rank, and put its state into the process."""
@@ -386,7 +421,7 @@ class Turns:
             self._wanting.add(rank)
             turn = self._turn
             overtake = overtake or self._in_a_hurry
-            woken = wait_for(self._wakeups[rank], OVERTAKE_S if overtake else None)
+            woken = self._wakeups[rank].wait(OVERTAKE_S if overtake else None)
             if overtake and not woken and self._turn == turn and not self._num_held:
                 self._overtake(rank)
         self._running, self._turn_since_ns = rank, self.clock(_WORLD)

@@ -19,7 +19,7 @@ from echelon.comm.primitives import Derived, Exchange, Message, Primitive, Recei
 from echelon.comm.torch_dist.algorithms import Algorithms
 from echelon.comm.torch_dist.job import Job
 from echelon.comm.torch_dist.peers import Mailroom, PeerLost, Peers, Posted, collective_tag
-from echelon.comm.torch_dist.signature_check import Agreement
+from echelon.comm.torch_dist.signature_check import SignatureCheck
 from echelon.comm.work import Window, Work
 from echelon.diagnosis.collective_call import CollectiveCall
 from echelon.diagnosis.failure_record import FailureRecord
@@ -62,7 +62,7 @@ class TorchGroup(Group):
         agreement: compares the calls of the ranks before each collective; None: they are trusted.
     """
 
-    def __init__(self, spec: GroupSpec, agreement: Agreement | None) -> None:
+    def __init__(self, spec: GroupSpec, agreement: SignatureCheck | None) -> None:
         super().__init__(
             spec.name,
             spec.ranks.index(spec.job.rank),
@@ -201,7 +201,7 @@ class PeerGroup(TorchGroup):
     """
 
     def __init__(self, spec: GroupSpec, peers: Peers, *, check: bool) -> None:
-        super().__init__(spec, Agreement(peers, spec.ranks) if check else None)
+        super().__init__(spec, SignatureCheck(peers, spec.ranks) if check else None)
         self._peers = peers
         self._algorithms = Algorithms(peers, spec.device)
         self._executor = OrderedExecutor(f"echelon collectives {spec.name}", self._awaited)

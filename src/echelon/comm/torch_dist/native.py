@@ -38,7 +38,7 @@ from echelon.comm.reduce_op import divide_for_mean, reduce_into
 from echelon.comm.torch_dist.engines import Engine, EngineWork, NativeEngine
 from echelon.comm.torch_dist.group import GroupSpec, Lengths, TorchGroup
 from echelon.comm.torch_dist.peers import PeerLost, Peers
-from echelon.comm.torch_dist.signature_check import Agreement
+from echelon.comm.torch_dist.signature_check import SignatureCheck
 from echelon.comm.torch_dist.stall_watch import Started
 from echelon.comm.work import Work
 from echelon.diagnosis.collective_call import CollectiveCall
@@ -128,7 +128,8 @@ class NativeGroup(TorchGroup):
     def __init__(
         self, spec: GroupSpec, native: NativeEngine, check_peers: Peers | None = None
     ) -> None:
-        super().__init__(spec, None if check_peers is None else Agreement(check_peers, spec.ranks))
+        check = None if check_peers is None else SignatureCheck(check_peers, spec.ranks)
+        super().__init__(spec, check)
         self._engine: Engine | None = native.engine
         self._shut_down, self._abort = native.shut_down, native.abort
         self._averages = native.averages

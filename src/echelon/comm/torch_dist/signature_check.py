@@ -20,7 +20,7 @@ _CALL, _TEXT = CallSignature("check of the call"), CallSignature("text of the ca
 
 
 @final
-class Agreement:
+class SignatureCheck:
     """Compares the calls of all ranks, at the price of one round of small messages a call.
 
     ``ranks`` are those of the group in the job, by which errors name them.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -81,21 +82,45 @@ char* taken(int line, size_t room) {
   return nullptr;
 }
 
+// What was dropped and is not in its pool yet.
+std::mutex dropping;
+std::vector<void*> dropped;
+
+// Under the lock of the device.
+void return_dropped() {
+  std::vector<void*> pointers;
+  {
+    std::lock_guard guard(dropping);
+    pointers.swap(dropped);
+  }
+  for (void* pointer : pointers) {
+    auto block = blocks.find(pointer);
+    auto& [nbytes, room, line, others] = block->second;
+    allocated -= line == journal::HOST ? 0 : nbytes;
+    journal::freed(pointer);
+    std::vector<Point> points;
+    for (int other : others) {
+      points.push_back(now(other));
+    }
+    pools[{line, room}].push_back({static_cast<char*>(pointer), std::move(points)});
+    blocks.erase(block);
+  }
+}
+
+// Garbage is collected in any thread, also in one that the holder of the lock waits for: so this
+// never waits, and what it cannot return at once returns before the next memory is handed out.
 void give_back(void* pointer) {
   if (pointer == nullptr) {
     return;
   }
-  Locked locked;
-  auto block = blocks.find(pointer);
-  auto& [nbytes, room, line, others] = block->second;
-  allocated -= line == journal::HOST ? 0 : nbytes;
-  journal::freed(pointer);
-  std::vector<Point> points;
-  for (int other : others) {
-    points.push_back(now(other));
+  {
+    std::lock_guard guard(dropping);
+    dropped.push_back(pointer);
   }
-  pools[{line, room}].push_back({static_cast<char*>(pointer), std::move(points)});
-  blocks.erase(block);
+  if (try_lock()) {
+    return_dropped();
+    unlock();
+  }
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -105,6 +130,7 @@ struct DeviceAllocator final : c10::Allocator {
       return {nullptr, nullptr, &give_back, device};
     }
     Locked locked;
+    return_dropped();
     map_all();
     int line = current_line();
     size_t room = rounded(nbytes);
@@ -140,6 +166,7 @@ struct PinnedAllocator final : c10::Allocator {
       return {nullptr, nullptr, &give_back, device};
     }
     Locked locked;
+    return_dropped();
     map_all();
     size_t room = rounded(nbytes);
     char* start = taken(journal::HOST, room);
@@ -217,11 +244,13 @@ void use_on(const void* pointer, int line) {
 
 Stats stats() {
   Locked locked;
+  return_dropped();
   return {allocated, peak};
 }
 
 void reset_peak() {
   Locked locked;
+  return_dropped();
   peak = allocated;
 }
 

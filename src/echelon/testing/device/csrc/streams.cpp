@@ -134,6 +134,14 @@ Locked::~Locked() {
   }
 }
 
+bool try_lock() {
+  return lock.try_lock();
+}
+
+void unlock() {
+  lock.unlock();
+}
+
 void begin(Order new_order, uint64_t seed) {
   Locked locked;
   finish_all();

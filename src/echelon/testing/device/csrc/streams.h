@@ -41,6 +41,10 @@ class Locked {
   void* thread_state_ = nullptr;  // PyThreadState*, if this thread had the GIL
 };
 
+// Take the lock of the device if no other thread has it; whether this thread has it now.
+bool try_lock();
+void unlock();
+
 // What a stream does: a function that returns whether it is done. It is called again until it is.
 using Step = std::function<bool()>;
 
