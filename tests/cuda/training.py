@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -103,8 +104,8 @@ def on_one_rank(device: str, function: Callable[[ec.World], Any]) -> Any:
         master_addr="127.0.0.1",
         master_port=free_port(),
     )
-    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    with connect(job, "nccl" if device == "cuda" else "gloo", device=place) as world:
+    place = torch.device(device) if device == "cpu" else torch.device(device, 0)
+    with connect(job, dist.get_default_backend_for_device(device), device=place) as world:
         return function(world)
 
 

@@ -1,8 +1,9 @@
-"""One interface to the streams, memory and generators of CPU and CUDA devices.
+"""One interface to the streams, memory and generators of the CPU and of accelerators.
 
 No other file asks for ``device.type``: ``device_of`` gives the object that does. On the CPU every
-operation is complete when it returns, so streams and events do nothing there. A test that plays
-another device sets an entry of ``kinds``, and needs nothing else.
+operation is complete when it returns, so streams and events do nothing there. An accelerator is
+what ``torch.accelerator`` finds: CUDA, XPU, or the device of an extension of torch. A test that
+plays another device sets an entry of ``kinds``, and needs nothing else.
 
 [Note: streams]
 A side stream makes progress beside the current stream. ``Stream.wait_for_current`` orders it after
@@ -21,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -29,26 +30,31 @@ from torch import Tensor
 _seeding = threading.Lock()
 
 
-def has_devices() -> bool:
-    """Whether this host has CUDA devices; it starts nothing on them."""
-    return torch.cuda.is_available()
+def accelerator() -> str | None:
+    """The kind of device of this host that ranks compute on; None: there is none but the CPU.
+
+    It starts nothing on the device. MPS is none: it has no streams, and no ranks meet over it.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None or device.type == "mps" else device.type
 
 
 def local_device(local_rank: int, bound: torch.device | None = None) -> torch.device:
-    """The CUDA device of this process, where it starts a context; without any, the CPU.
+    """The accelerator of this process, where it starts a context; without any, the CPU.
 
     Args:
         bound: to which the script has bound its process group; None: the one of ``local_rank``.
     """
-    if has_devices():
-        device = bound or torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    device = bound or torch.device(kind, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device)
+    return device
 
 
 class StreamEvent:
-    """A point in the order of a stream, like ``torch.cuda.Event``; this one is of the CPU."""
+    """A point in the order of a stream, like ``torch.Event``; this one is of the CPU."""
 
     def wait(self) -> None:
         """Order the following work of the current stream after the event."""
@@ -62,7 +68,7 @@ class StreamEvent:
 
 
 class Stream:
-    """A stream, like ``torch.cuda.Stream``. See [Note: streams].
+    """A stream, like ``torch.Stream``. See [Note: streams].
 
     This one is of the CPU, where a call is complete when it returns.
 
@@ -125,7 +131,8 @@ class DeviceKind(ABC):
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that the device can copy from and to asynchronously. 1D.
 
-        On CUDA it is pinned memory of torch's pool, which is reused only when the copies are done.
+        On an accelerator it is pinned memory of torch's pool, which is reused only when the copies
+        are done.
         """
 
     @abstractmethod
@@ -156,7 +163,7 @@ class DeviceKind(ABC):
     def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """A 1D tensor of a few numbers, for which the host does not wait.
 
-        ``torch.tensor(values, device=...)`` waits on CUDA until the device has read them.
+        ``torch.tensor(values, device=...)`` waits until the accelerator has read them.
         """
         host = self.host_memory(len(values), dtype)
         host.copy_(torch.tensor(values, dtype=dtype))
@@ -164,7 +171,7 @@ class DeviceKind(ABC):
 
     @abstractmethod
     def memory_peak(self) -> int:
-        """The peak memory of this process in bytes: allocated on CUDA, resident on the CPU.
+        """The peak memory of this process in bytes: allocated, or resident on the CPU.
 
         On the CPU of Windows, which Python cannot ask, it is 0.
         """
@@ -172,7 +179,7 @@ class DeviceKind(ABC):
     # Facts and generators --------------------------------------------------------------------
 
     def name(self) -> str:
-        """The product that a CUDA device is; of others what torch calls them."""
+        """The product that an accelerator is; of others what torch calls them."""
         return str(self.device)
 
     def has_one_queue(self) -> bool:
@@ -195,19 +202,19 @@ class DeviceKind(ABC):
     def seeded(self, seed: int) -> AbstractContextManager[object]:
         """Seed the default generator and its own in the body, and restore both after it.
 
-        Simulated ranks share the generator of a CUDA device, so the body runs on one of them at a
+        Simulated ranks share the generator of an accelerator, so the body runs on one of them at a
         time, and must not wait for another rank.
         """
 
 
 @final
-class _CudaEvent(StreamEvent):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+class _Event(StreamEvent):
+    def __init__(self, stream: torch.Stream) -> None:
         self._event = stream.record_event()
         self._device = stream.device
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -217,22 +224,20 @@ class _CudaEvent(StreamEvent):
 
 
 @final
-class _CudaStream(Stream):
-    """A side stream."""
-
+class _SideStream(Stream):
     queued = True
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
 
     def as_current(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+        return self._stream
 
     def wait_for_current(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
 
     def record_event(self) -> StreamEvent:
-        return _CudaEvent(self._stream)
+        return _Event(self._stream)
 
 
 @final
@@ -243,7 +248,7 @@ class _CurrentStream(Stream):
         self._device = device
 
     def record_event(self) -> StreamEvent:
-        return _CudaEvent(torch.cuda.current_stream(self._device))
+        return _Event(torch.accelerator.current_stream(self._device))
 
 
 class PlainDevice(DeviceKind):
@@ -287,22 +292,24 @@ class PlainDevice(DeviceKind):
             yield
 
 
-@final
-class _CudaDevice(DeviceKind):
+class Accelerator(DeviceKind):
+    """A device with streams. ``module`` is that of its kind, as ``torch.cuda`` is of CUDA."""
+
     is_host, reading_waits, adds_in_order = False, True, False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.module: Any = torch.get_device_module(device)
 
     def current_stream(self) -> Stream:
         return _CurrentStream(self.device)
 
     def side_stream(self) -> Stream:
         # Before kernels of the current stream, or small copies would wait for large products.
-        return _CudaStream(torch.cuda.Stream(self.device, priority=-1))
+        return _SideStream(torch.Stream(self.device, priority=-1))
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        torch.accelerator.synchronize(self.device)
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
@@ -311,7 +318,30 @@ class _CudaDevice(DeviceKind):
         return False
 
     def memory_peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        return int(self.module.max_memory_allocated(self.device))
+
+    def random_state(self) -> Tensor | None:
+        state: Tensor = self.module.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: Tensor) -> None:
+        self.module.set_rng_state(state, self.device)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        own = torch.random.fork_rng(devices=[self.device], device_type=self.device.type)
+        with _seeding, own, torch.accelerator.device_index(self.device.index):
+            _default_generator().manual_seed(seed)
+            self.module.manual_seed(seed)
+            yield
+
+
+@final
+class _CudaDevice(Accelerator):
+    """What is CUDA's own."""
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def name(self) -> str:
         return torch.cuda.get_device_name(self.device)
@@ -322,23 +352,15 @@ class _CudaDevice(DeviceKind):
     def identity(self) -> str | None:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
-    def random_state(self) -> Tensor | None:
-        return torch.cuda.get_rng_state(self.device)
 
-    def set_random_state(self, state: Tensor) -> None:
-        torch.cuda.set_rng_state(state, self.device)
-
-    @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        with _seeding, torch.random.fork_rng(devices=[self.device]), torch.cuda.device(self.device):
-            _default_generator().manual_seed(seed)
-            torch.cuda.manual_seed(seed)
-            yield
+@cache
+def _without_entry(device: torch.device) -> DeviceKind:
+    is_accelerator = device.type == accelerator()
+    return Accelerator(device) if is_accelerator else PlainDevice(device)
 
 
 # By ``device.type``. One object for each device, because a step asks for it at each call.
 kinds: dict[str, Callable[[torch.device], DeviceKind]] = {"cuda": cache(_CudaDevice)}
-_plain_device = cache(PlainDevice)
 
 
 def device_of(device: torch.device) -> DeviceKind:
@@ -348,7 +370,7 @@ def device_of(device: torch.device) -> DeviceKind:
         >>> device_of(torch.device("cpu")).is_host
         True
     """
-    return kinds.get(device.type, _plain_device)(device)
+    return kinds.get(device.type, _without_entry)(device)
 
 
 def autocasts(device: torch.device) -> bool:

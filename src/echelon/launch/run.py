@@ -12,7 +12,7 @@ import torch
 
 from echelon.checks import flag, integer, positive
 from echelon.comm.lone.group import LoneGroup
-from echelon.comm.streams import has_devices, local_device
+from echelon.comm.streams import accelerator, local_device
 from echelon.comm.threads.rank_rules import OneQueue, RankRules
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.world import DEFAULT_TIMEOUT_S, World
@@ -248,8 +248,9 @@ def _meet_job(
 
     if backend is None:
         backend = "shm" if job.one_host and sys.platform == "linux" else "gloo"
-        if has_devices():
-            backend = "nccl"
+        kind = accelerator()
+        if kind is not None:
+            backend = torch_dist.backend_for(kind)
     if backend == "shm":
         require_linux("ranks over shared memory")
         if not job.one_host:

@@ -62,14 +62,15 @@ def queue_end(
     token, so the traceback of an exception does not keep it alive. ``died`` is called with that
     reference, as long as somebody has it, before an exception reaches who called ``backward``.
     """
-    token = Token()
+    tokens = [Token()]
 
-    def callback(token: Token = token) -> None:
+    def callback() -> None:
         if end is not None:
             end()
+        tokens.clear()  # a thread of a device may keep the callback longer than the backward runs
 
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-    return weakref.ref(token, died)
+    return weakref.ref(tokens[0], died)
 
 
 def in_backward() -> bool:

@@ -171,8 +171,9 @@ def _leaf_likeness(leaf: Any) -> Any:
 
 def _modes(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
     """The state of torch and of stages on which dtypes and gradients of their outputs depend."""
-    is_on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    dtypes = torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     flags = [
         flag
         for module in modules
@@ -181,4 +182,4 @@ def _modes(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
             *(param.requires_grad for param in module.parameters()),
         )
     ]
-    return is_on, dtypes, torch.get_default_dtype(), flags
+    return autocast, torch.get_default_dtype(), flags

@@ -25,7 +25,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial, wraps
-from types import NoneType
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -220,19 +219,24 @@ def _same_if_equal(save: Callable[[], Value]) -> Callable[[], Value]:
     return saved
 
 
-def _save_cuda_streams() -> list[Any] | None:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+def register_generators(module: Any) -> None:
+    """Give each simulated rank random streams of its own on devices, such as ``torch.cuda``."""
 
+    def save() -> list[Any] | None:
+        return list(module.get_rng_state_all()) if module.is_initialized() else None
 
-def _restore_cuda_streams(states: list[Any] | None) -> None:
-    if states is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state_all(states)
+    def restore(states: list[Any] | None) -> None:
+        if states is not None and module.is_initialized():
+            module.set_rng_state_all(states)
+
+    register_state(module.__name__, save, restore)
 
 
 _restore_torch: Callable[[Any], Any] = torch.default_generator.set_state
 register_state("torch", torch.default_generator.get_state, _restore_torch)
-_has_cuda = torch.backends.cuda.is_built()  # else each turn need not ask; ``NoneType()`` is None
-register_state("cuda", _save_cuda_streams if _has_cuda else NoneType, _restore_cuda_streams)
+_accelerator = torch.accelerator.current_accelerator()
+if _accelerator is not None and _accelerator.type != "mps":  # which has one for all ranks
+    register_generators(torch.get_device_module(_accelerator))
 _python_stream = PythonStream()
 register_state("random", _python_stream.save, _python_stream.restore)
 

@@ -12,13 +12,14 @@ torch's TCP store with each value sealed by the secret (``stores``). ``start`` t
 for each new gloo engine, before any message of a group crosses its connections.
 """
 
-from echelon.comm.torch_dist.engines import bound_device
+from echelon.comm.torch_dist.engines import backend_for, bound_device
 from echelon.comm.torch_dist.group import TorchGroup
 from echelon.comm.torch_dist.rendezvous import meet, open_store
 from echelon.comm.torch_dist.start import check_wanted, connect, from_process_group
 
 __all__ = [
     "TorchGroup",
+    "backend_for",
     "bound_device",
     "check_wanted",
     "connect",

@@ -75,6 +75,21 @@ def available_backends() -> list[str]:
     return [name for name, available in is_available.items() if available]
 
 
+def backend_for(kind: str) -> str:
+    """The backend that serves a kind of accelerator: ``"nccl"`` for ``"cuda"``.
+
+    Raises:
+        WorldError: torch knows none.
+    """
+    try:
+        return dist.get_default_backend_for_device(kind)
+    except ValueError as error:
+        raise WorldError(
+            f"torch.distributed has no backend for {kind}: use backend 'gloo', which computes on "
+            "the CPU"
+        ) from error
+
+
 def backend_of_device_kind(group: dist.ProcessGroup) -> dict[str, str]:
     """The name of the backend with which a process group serves each kind of device."""
     config = dist.get_backend_config(group)

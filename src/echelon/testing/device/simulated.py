@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils import backend_registration
 
 from echelon.comm.streams import device_of
+from echelon.comm.threads.process_state import register_generators
 from echelon.errors import StateError
 from echelon.process.replacement import Replacement
 from echelon.testing.device import torch_module
 from echelon.testing.device.clocks import Line, Memory, Operation, Point
+from echelon.testing.device.collectives import register_backend
 from echelon.testing.device.geometry import byte_ranges
 from echelon.testing.device.native import device_library
 from echelon.testing.device.races import Part, Races
@@ -244,6 +246,8 @@ def install() -> bool:
     backend_registration.rename_privateuse1_backend(torch_module.DEVICE)
     torch._register_device_module(torch_module.DEVICE, torch_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    register_backend()
+    register_generators(torch_module)
     leaf = torch.ones((), device=torch_module.DEVICE, requires_grad=True)
     try:
         leaf.backward()

@@ -102,6 +102,16 @@ def set_rng_state(new_state: Tensor, device: Any = DEVICE) -> None:
     generator().set_state(new_state)
 
 
+def get_rng_state_all() -> list[Tensor]:
+    """The state of the default generator."""
+    return [get_rng_state()]
+
+
+def set_rng_state_all(new_states: list[Tensor]) -> None:
+    """Restore the state of the default generator."""
+    set_rng_state(new_states[0])
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """What ``torch.autocast("sim")`` takes."""
     return [torch.float16, torch.bfloat16]
