@@ -109,19 +109,21 @@ def group_of(
     size: int,
     device: torch.device | None = None,
     engine_of: Callable[[int, int], Engine] | None = None,
+    world_rank: int = 0,
 ) -> tuple[NativeGroup, EngineCalls]:
-    """The group of all ranks as rank 0 of ``size`` sees it, and the calls of its engines.
+    """The group of all ranks as one of ``size`` sees it, and the calls of its engines.
 
     Args:
         engine_of: makes an engine for a rank of so many; None: one that counts its calls.
+        world_rank: the one that sees it.
     """
     calls = EngineCalls()
-    job = Job(c10d.HashStore(), RankMonitor.alone(0))
+    job = Job(c10d.HashStore(), RankMonitor.alone(world_rank))
 
     def connect(name: str, ranks: tuple[int, ...], place: torch.device) -> NativeGroup:
         spec = GroupSpec(job, name, ranks, place, 60.0, connect)
         make = engine_of or partial(CountingEngine, calls=calls)
-        engine = make(ranks.index(0), len(ranks))
+        engine = make(ranks.index(world_rank), len(ranks))
         return NativeGroup(
             spec, NativeEngine(cast(Engine, engine), lambda failed: None, averages=True)
         )

@@ -20,6 +20,7 @@ from tests.processes import free_port
 WIDTH, BLOCKS, ROWS, STEPS = 8, 4, 4, 2
 RANKS = 2  # simulated ones
 with_simulated_ranks = True  # the sanitizer sees one rank only
+job: ec.World | None = None  # of processes, each of which has a device
 
 
 class Block(nn.Module):
@@ -110,7 +111,12 @@ def on_one_rank(device: str, function: Callable[[ec.World], Any]) -> Any:
 
 
 def on_all(device: str, function: Callable[[ec.World], Any]) -> list[tuple[int, Any]]:
-    """What ``function`` returns on one rank and on simulated ranks, each after their number."""
+    """What ``function`` returns on one rank and on simulated ranks, each after their number.
+
+    In a job: what it returns on this rank of it.
+    """
+    if job is not None:
+        return [(job.size, function(job))]
     results = [(1, on_one_rank(device, function))]
     if with_simulated_ranks:
         results += [(RANKS, result) for result in ec.run(function, RANKS, device=device)]

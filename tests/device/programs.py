@@ -1,14 +1,16 @@
-"""The configurations that are run under the detector: each is a name and a function of one rank."""
+"""The configurations that run on the simulated device: each is a name and a function.
+
+Those of ``PROGRAMS`` are one rank of a job whose other ranks are not there.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,14 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import echelon as ec
 from echelon import MixedPrecision, Offload, Strategy
 from echelon.comm.group import Group
-from echelon.comm.lone.group import LoneGroup
-from echelon.comm.world import World
+from echelon.comm.torch_dist.engines import Engine
 from echelon.fsdp.policy import BackwardPrefetch
-from echelon.pipeline.schedules.families import FAMILIES
-from echelon.planner.dry_run import DryRunOptions, fake_world
-from echelon.plans.plans import Plan
-from tests.device.detector import Detector
-from tests.device.played_device import watched
+from echelon.testing.device.collectives import SimulatedGroup
+from echelon.testing.device.torch_module import DEVICE
+from tests.rank_zero import fake_engine, group_of
 
 WIDTH = 8
 BF16 = MixedPrecision(compute=torch.bfloat16, reduce=torch.float32)
@@ -102,6 +101,15 @@ class Training:
             self.optimizer.zero_grad()
 
 
+def rank_of(size: int, rank: int = 0) -> Group:
+    """A group on the device as one of its ranks sees it; the others are not there."""
+
+    def engine(rank: int, size: int) -> Engine:
+        return cast(Engine, SimulatedGroup(fake_engine(rank, size), rank, size))
+
+    return group_of(size, torch.device(DEVICE, 0), engine, rank)[0]
+
+
 def fsdp(
     size: int = 4,
     replicas: int = 1,
@@ -109,7 +117,7 @@ def fsdp(
     model: Callable[[], nn.Module] = Model,
     **options: Any,
 ) -> Training:
-    group = LoneGroup(rank, range(size * replicas))
+    group = rank_of(size * replicas, rank)
     shard: Group = group if replicas == 1 else part_of(group, range(size))
     if replicas > 1:
         options["replicate"] = part_of(group, range(0, size * replicas, size))
@@ -124,7 +132,7 @@ def part_of(group: Group, ranks: range) -> Group:
 
 
 def ddp(rank: int = 0, model: Callable[[], nn.Module] = Model, **options: Any) -> Training:
-    group = LoneGroup(rank, range(4))
+    group = rank_of(4, rank)
     return Training(ec.DDP(model(), group, **options), group)
 
 
@@ -286,7 +294,6 @@ def drops_the_model_in_a_forward(training: Training) -> None:
         training.loss()
     training.model = training.optimizer = None
     gc.collect()
-    torch.ones(1)
 
 
 def _fail(*_: object) -> None:
@@ -299,7 +306,6 @@ def drops_the_model(training: Training) -> None:
     training.model = training.optimizer = None
     del loss
     gc.collect()
-    torch.ones(1)  # what was freed is seen by the next operator
 
 
 def drops_the_model_before_backward(training: Training) -> None:
@@ -310,18 +316,17 @@ def drops_the_model_before_backward(training: Training) -> None:
     loss.backward()
     del loss
     gc.collect()
-    torch.ones(1)
 
 
 # The matrix --------------------------------------------------------------------------------------
 
-Program = Callable[[Detector], None]
+Program = Callable[[], None]
 
 
 def _one_rank(make: Callable[[], Training], act: Callable[[Training], None]) -> Program:
-    def run(detector: Detector) -> None:
-        with watched(detector):
-            torch.manual_seed(0)
+    def run() -> None:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
             act(make())
 
     return run
@@ -407,136 +412,4 @@ def _act_programs() -> Iterator[tuple[str, Program]]:
         yield f"DDP: {act.__name__}", _one_rank(partial(ddp, bucket_bytes=256), act)
 
 
-# Pipelines ---------------------------------------------------------------------------------------
-
-
-def _plans() -> Iterator[tuple[str, Plan]]:
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
-        pipe: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "chunks": chunks}
-        yield f"{schedule} with DDP", Plan(pp=2, dp=4, ddp={"bucket_bytes": 256}, **pipe)
-        yield f"{schedule} with FSDP", Plan(pp=2, shard=4, fsdp={"min_num_params": 20}, **pipe)
-        yield (
-            f"{schedule} with HSDP",
-            Plan(pp=2, dp=2, shard=2, fsdp={"min_num_params": 20}, **pipe),
-        )
-
-
-class Wide(nn.Module):
-    """A block whose output is too large to be packed with others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.scale = Block(), nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x) * self.scale
-
-
-def _stage_main(
-    make: Callable[[World], ec.Pipeline],
-    rows: int,
-    detectors: Sequence[Detector],
-    stages: World,
-) -> None:
-    stages.group.shares_memory = False  # as over NCCL, where a stage keeps what it sends
-    with watched(detectors[stages.rank]):
-        torch.manual_seed(0)
-        pipe = make(stages)
-        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-        for batch in (rows, rows, rows // 2, rows):
-            x = torch.ones(batch, WIDTH)
-            pipe.step(x, target=torch.zeros(batch, WIDTH))
-            ec.clip_grad_norm_(pipe, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            pipe(torch.ones(rows, WIDTH))
-
-
-def _scheduled(
-    schedule: str, chunks: int, make_stage: type[nn.Module], stages: World
-) -> ec.Pipeline:
-    modules = [make_stage() for _ in range(chunks * stages.size)]
-    return ec.Pipeline(
-        modules, stages.group, microbatches=6, schedule=schedule, loss_fn=nn.MSELoss()
-    )
-
-
-def _planned(plan: Plan, stages: World) -> ec.Pipeline:
-    world = fake_world(plan, stages, DryRunOptions())
-    modules = [nn.Sequential(Block(), Block()) for _ in range(plan.chunks * stages.size)]
-    units = ec.units.by_type(Block) if plan.shard > 1 else None
-    pipe = ec.parallelize(modules, plan, world, loss_fn=nn.MSELoss(), units=units)
-    assert isinstance(pipe, ec.Pipeline)
-    return pipe
-
-
-def _pipeline(
-    make: Callable[[World], ec.Pipeline], ranks: int, rows: int, detector: Detector
-) -> None:
-    """All ranks are watched, and what is found on any of them is found."""
-    detectors = [detector, *(detector.of_another_rank(r) for r in range(1, ranks))]
-    ec.run(partial(_stage_main, make, rows, detectors), ranks)
-    for other in detectors[1:]:
-        detector.take(other)
-
-
-def _pipeline_programs() -> Iterator[tuple[str, Program]]:
-    for ranks, (schedule, family) in product((2, 3), FAMILIES.items()):
-        if schedule == "forward-only":
-            continue
-        make = partial(_scheduled, schedule, family.chunks or 2, Block)
-        yield f"pipeline {schedule} {ranks}", partial(_pipeline, make, ranks, 12)
-    for schedule in ("gpipe", "zb-v"):
-        make = partial(_scheduled, schedule, FAMILIES[schedule].chunks or 1, Wide)
-        yield f"pipeline {schedule} of large messages", partial(_pipeline, make, 2, 12288)
-    for name, plan in _plans():
-        yield f"pipeline {name}", partial(_pipeline, partial(_planned, plan), 2, 8)
-
-
-# Saves -------------------------------------------------------------------------------------------
-
-
-def _saving_main(
-    make: Callable[[nn.Module, Group], nn.Module],
-    folder: str,
-    detectors: Sequence[Detector],
-    world: World,
-) -> None:
-    world.group.shares_memory = False
-    with watched(detectors[world.rank]):
-        torch.manual_seed(0)
-        training = Training(make(Model(), world.group), world.group)
-        training.step(1)
-        for step in (1, 2):
-            saving = ec.async_save(
-                folder, step=step, model=training.model, optimizer=training.optimizer
-            )
-            training.step(2)
-            saving.wait()
-        ec.load(folder, model=training.model, optimizer=training.optimizer)
-        training.step(1)
-
-
-def _save(make: Callable[[nn.Module, Group], nn.Module], detector: Detector) -> None:
-    detectors = [detector, detector.of_another_rank(1)]
-    with TemporaryDirectory() as folder:
-        ec.run(partial(_saving_main, make, folder, detectors), 2)
-    detector.take(detectors[1])
-
-
-def _save_programs() -> Iterator[tuple[str, Program]]:
-    blocks = ec.units.by_type(Block)
-    for name, make in {
-        "DDP": ec.DDP,
-        "FSDP": partial(ec.FSDP, units=blocks, min_num_params=20),
-        "FSDP by rows": partial(ec.FSDP, units=blocks, min_num_params=20, layout="rows"),
-        "FSDP offloaded": partial(ec.FSDP, units=blocks, offload=Offload.ALL, precision=BF16),
-    }.items():
-        yield f"saves of {name}", partial(_save, make)
-
-
-PROGRAMS: dict[str, Program] = {
-    **dict(_fsdp_programs()), **dict(_act_programs()), **dict(_pipeline_programs()),
-    **dict(_save_programs()),
-}  # fmt: skip
+PROGRAMS: dict[str, Program] = {**dict(_fsdp_programs()), **dict(_act_programs())}

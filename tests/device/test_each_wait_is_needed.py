@@ -1,26 +1,31 @@
-"""Each wait of the code is left out once, and then the detector finds a race.
+"""Each wait of the code of one rank is left out once, and then something races.
 
-The waits are those that programs are seen to issue, so a new wait is among them.
+The waits are those that programs are seen to issue, so a new wait is among them. Those that need
+peers which answer are in ``test_ranks``.
 """
 
 from __future__ import annotations
 
-import linecache
 from collections import defaultdict
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-import echelon
-from tests.device.detector import Detector
-from tests.device.played_device import played_devices
+from echelon.testing.device.report import Frame
+from tests.device.compiler import needs_compiler
 from tests.device.programs import PROGRAMS
+from tests.device.waits import never_found, places, room, run, site
 
-_SOURCE = Path(echelon.__file__).parent
-# Programs that together issue all waits, by what the places of the waits begin with.
+pytestmark = needs_compiler
+# Programs that together issue all waits, by the package of the waits.
 WITNESSES = {
-    "ddp": ["DDP rank 1, batch norm", "DDP: aborts", "DDP rank 1", "DDP: freezes"],
+    "ddp": [
+        "DDP rank 1, batch norm",
+        "DDP: aborts",
+        "DDP rank 1",
+        "DDP batch norm, small buckets",
+        "DDP: freezes",
+    ],
     "fsdp": [
         "FSDP default: aborts",
         "FSDP default: drops_the_model",
@@ -34,6 +39,7 @@ WITNESSES = {
         "FSDP rows, prefetched: keeps_gradients",
         "FULL_SHARD flat OPTIMIZER bf16 2",
         "HYBRID_SHARD flat NONE f32",
+        "HYBRID_SHARD flat OPTIMIZER f32",
         "NO_SHARD flat NONE bf16 0",
         "NO_SHARD flat OPTIMIZER f32 0",
     ],
@@ -46,90 +52,41 @@ WITNESSES = {
         "FSDP offloaded: gives_states",
         "HYBRID_SHARD flat NONE f32",
     ],
-    "checkpoint": ["saves of DDP", "saves of FSDP offloaded"],
-    "pipeline": [
-        "pipeline 1f1b 2",
-        "pipeline interleaved 3",
-        "pipeline gpipe of large messages",
-        "pipeline zb-v of large messages",
-    ],
 }
 # Waits that another one covers in every program here.
 COVERED = {
     'ddp/replicas.py, broadcast_parameters: group.broadcast(members[0], src, label="parameters")': (
         "a later call of the communicator is waited for before a forward reads the parameters"
     ),
-    "fsdp/storage_kinds.py, _allocate: devices.unshard_stream.wait_for_current()": (
+    "fsdp/storage_kinds.py, GatheredStorage._allocate: devices.unshard_stream.wait_for_current()": (
         "`reshard`, which follows at once, waits as well"
     ),
 }
 
 
-def site_of(place: str) -> str:
-    """A place without its number: the file, the function and the line itself."""
-    file, function, number = place.split(":")
-    return f"{file}, {function}: {linecache.getline(str(_SOURCE / file), int(number)).strip()}"
-
-
 @cache
-def seen(part: str) -> dict[str, Detector]:
-    """What the detector has seen of the programs of a part."""
-    detectors = {name: Detector() for name in WITNESSES[part]}
-    with played_devices():
-        for name, detector in detectors.items():
-            PROGRAMS[name](detector)
-            assert detector.findings == []
-    return detectors
-
-
-def places_of(part: str) -> dict[str, list[str]]:
-    """By place of a wait in a part of the package, the programs that issue it."""
+def programs_of(part: str) -> dict[Frame, list[str]]:
+    """By wait in a part of the package, the programs that issue it."""
+    others = {key for key in WITNESSES if key != part}
     programs = defaultdict(list)
-    others = {key for key in WITNESSES if key and not part}
-    for name, detector in seen(part).items():
-        for place in detector.places:
-            room = place.partition("/")[0]
-            if "/" in place and place.startswith(part) and room not in others:
+    for name in WITNESSES[part]:
+        device = run(PROGRAMS[name])
+        assert str(device.report()) == "no races"
+        for place in places(device.waits):
+            if room(place) not in others and room(place).startswith(part):
                 programs[place].append(name)
     return programs
-
-
-def is_found(place: str, program: str) -> bool:
-    detector = Detector(dropped=place)
-    with played_devices():
-        PROGRAMS[program](detector)
-    return bool(detector.findings or detector.still_used())
 
 
 @pytest.mark.parametrize("part", WITNESSES)
 def test_each_wait_is_needed(part: str) -> None:
     silent = {
-        site_of(place)
-        for place, programs in places_of(part).items()
-        if not any(is_found(place, program) for program in programs)
+        site(place)
+        for place, names in programs_of(part).items()
+        if never_found(place, [PROGRAMS[name] for name in names])
     }
-    assert silent == {site for site in COVERED if site.startswith(part or "-")}
+    assert silent == {place for place in COVERED if part and place.startswith(part)}
 
 
-# Work that the current stream may do as well, and where it only overlaps less.
-MAY_BE_CURRENT = {
-    "fsdp/storage_kinds.py, _allocate: with devices.unshard_stream.as_current():",
-    "fsdp/storage_kinds.py, refresh: with stream.as_current():",
-}
-
-
-def test_work_that_leaves_its_stream_is_found() -> None:
-    programs = defaultdict(list)
-    for name, detector in seen("fsdp").items():
-        for place in detector.stream_places:
-            programs[place].append(name)
-    silent = {
-        site_of(place.removeprefix("stream of "))
-        for place, names in programs.items()
-        if not any(is_found(place, name) for name in names)
-    }
-    assert silent == MAY_BE_CURRENT
-
-
-def test_at_least_30_faults_are_planted() -> None:
-    assert sum(len(places_of(part)) for part in WITNESSES) >= 30
+def test_at_least_30_waits_are_left_out() -> None:
+    assert sum(len(programs_of(part)) for part in WITNESSES) >= 30

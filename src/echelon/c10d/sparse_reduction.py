@@ -38,8 +38,8 @@ class SparseAllReduce:
         """Do it, up to its end, also where it may be done in the background."""
         group, local = self._group, self._local
         indices, values = local.indices(), local.values()
-        num_entries = torch.tensor([values.shape[0]])
-        numbers = torch.empty(group.size, dtype=num_entries.dtype)
+        num_entries = torch.tensor([values.shape[0]], device="cpu")
+        numbers = torch.empty(group.size, dtype=num_entries.dtype, device="cpu")
         group.all_gather_single(numbers, num_entries, label="entries of a sparse tensor")
         places = [indices.new_empty((indices.shape[0], n)) for n in numbers.tolist()]
         entries = [values.new_empty((n, *values.shape[1:])) for n in numbers.tolist()]

@@ -71,7 +71,7 @@ def is_expanded(tensor: Tensor) -> bool:
 def from_bytes(data: bytes) -> Tensor:
     """A copy of the bytes. 1D uint8."""
     if not data:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

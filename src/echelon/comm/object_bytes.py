@@ -53,7 +53,7 @@ def from_object(item: Any, where: str) -> Tensor:
         end = _aligned(end + tensor.numel() * tensor.element_size())
     text = json.dumps({"value": value, "tensors": rows}, separators=(",", ":")).encode()
     begin = _aligned(_LENGTH_NBYTES + len(text))
-    data = torch.zeros(begin + end, dtype=torch.uint8)
+    data = torch.zeros(begin + end, dtype=torch.uint8, device="cpu")
     head = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
     data[: len(head)] = from_bytes(head)
     for (_, _, _, start), tensor in zip(rows, tensors.values(), strict=True):
@@ -110,7 +110,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor on the CPU; its own memory, if that has them in order. 1D uint8."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if dense.numel() == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     # One element counts as contiguous with any stride, but torch views only stride 1 as bytes.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 

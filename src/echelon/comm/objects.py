@@ -97,7 +97,7 @@ def broadcast_object(group: TensorGroup, item: Any, src: int, by_pickle: bool) -
     """See ``Group.broadcast_object``."""
     flag("pickle", by_pickle)
     label = "pickled object" if by_pickle else "object"
-    data = torch.empty(0, dtype=torch.uint8)
+    data = torch.empty(0, dtype=torch.uint8, device="cpu")
     if group.rank == src:
         data = _pickled(item) if by_pickle else _data_of(item)
     length = torch.tensor([data.numel()], dtype=torch.int64, device=group.device)

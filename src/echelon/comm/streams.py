@@ -166,7 +166,7 @@ class DeviceKind(ABC):
         ``torch.tensor(values, device=...)`` waits until the accelerator has read them.
         """
         host = self.host_memory(len(values), dtype)
-        host.copy_(torch.tensor(values, dtype=dtype))
+        host.copy_(torch.tensor(values, dtype=dtype, device="cpu"))
         return self.copy_from_host(host, always=False)
 
     @abstractmethod

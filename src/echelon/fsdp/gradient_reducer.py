@@ -234,7 +234,7 @@ class GradientReducer:
                 len(used_here) + 1, dtype=torch.uint8, device=self._groups.shard.device
             )
             if not all(used_here):
-                flags[:-1].copy_(torch.tensor(used_here))
+                flags[:-1].copy_(torch.tensor(used_here, device="cpu"))
             with DisableTorchFunctionSubclass():
                 flags[-1] = self._trainable.changed()
             if used_here:

@@ -121,7 +121,7 @@ def _form_text(batch: Any) -> str:
 
 def select_rows(batch: Any, rows: Sequence[int]) -> Any:
     """Those rows of a batch, in that order."""
-    index = torch.tensor(rows, dtype=torch.long)
+    index = torch.tensor(rows, dtype=torch.long, device="cpu")
 
     def select(leaf: Any) -> Any:
         return leaf.index_select(0, index.to(leaf.device)) if isinstance(leaf, Tensor) else leaf

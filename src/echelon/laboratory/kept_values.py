@@ -120,7 +120,7 @@ def _with_strides(dense: Tensor, strides: list[int]) -> Tensor:
     """A copy of ``dense`` with other strides."""
     if len(strides) != dense.dim() or not _is_near(dense.shape, strides):
         raise ValueError(f"the strides {strides!r:.80} are none")
-    return torch.empty_strided(dense.shape, strides, dtype=dense.dtype).copy_(dense)
+    return torch.empty_strided(dense.shape, strides, dtype=dense.dtype, device="cpu").copy_(dense)
 
 
 def _strides(tensor: Tensor) -> list[int] | None:

@@ -191,7 +191,8 @@ def _perturb(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(SEED)
     for param in model.parameters():
         if param.is_floating_point():
-            signs = torch.randint(-1, 2, param.shape, generator=generator).to(param.device)
+            drawn = torch.randint(-1, 2, param.shape, generator=generator, device="cpu")
+            signs = drawn.to(param.device)
             param.mul_(1 + signs * _ROUNDING)
 
 

@@ -49,7 +49,7 @@ class Piece:
     def flat(self) -> Tensor:
         """The values; 1D, and zeros for a gradient that is not there."""
         if self.values is None:
-            return torch.zeros(self.numel, dtype=torch.float64)
+            return torch.zeros(self.numel, dtype=torch.float64, device="cpu")
         return self.values.reshape(-1)
 
 
@@ -130,7 +130,7 @@ class PieceFinder:
                 if isinstance(value, Tensor) and value.dim() and value.shape == local:
                     pieces += self._pieces(param, value, text)
                 elif isinstance(value, Tensor | int | float) and not isinstance(value, bool):
-                    number = torch.as_tensor(value, dtype=torch.float64)
+                    number = torch.as_tensor(value, dtype=torch.float64, device="cpu")
                     shape = tuple(number.shape)
                     if not shape or self._is_whole(param):
                         name = text.format(name=self._name(param))

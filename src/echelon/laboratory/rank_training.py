@@ -155,6 +155,6 @@ def check_sizes(plan: Plan, batches: Sequence[Any]) -> None:
 def microbatch_rows(plan: Plan, rank: int, step: int, size: int) -> list[list[Row]]:
     """The rows of each microbatch of a rank of a pipeline."""
     assert plan.microbatches is not None, "only pipelines have them"
-    rows = torch.tensor(data_rows(plan, rank % plan.data_size, size))
+    rows = torch.tensor(data_rows(plan, rank % plan.data_size, size), device="cpu")
     parts = split_batch(rows, plan.microbatches).values
     return [[(step, int(row)) for row in part] for part in parts]

@@ -76,7 +76,9 @@ def rows_of(full: Tensor, part: Tensor, rows: Sequence[int], size: int) -> list[
     for dim in dims:
         entries, left = divmod(full.shape[dim], size)
         if not left and entries * len(rows) == part.shape[dim]:
-            index = torch.tensor([row * entries + i for row in rows for i in range(entries)])
+            index = torch.tensor(
+                [row * entries + i for row in rows for i in range(entries)], device="cpu"
+            )
             answers.append(full.index_select(dim, index.to(full.device)))
     return answers
 

@@ -108,12 +108,12 @@ def _reduced(value: object) -> Any:
     """How to rebuild an untyped storage, for which torch has no way; other values are not ours."""
     if type(value) is not torch.UntypedStorage or not device_of(value.device).is_host:
         return NotImplemented
-    content = torch.empty(0, dtype=torch.uint8).set_(value)
+    content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value)
     return _storage_of, (content.numpy().tobytes(),)
 
 
 def _storage_of(data: bytes) -> torch.UntypedStorage:
-    return torch.tensor(memoryview(data), dtype=torch.uint8).untyped_storage()
+    return torch.tensor(memoryview(data), dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def _share_an_element(first: Tensor, second: Tensor) -> bool:
         return True
     spans = [span_of(first), span_of(second)]
     begin, end = min(start for start, _ in spans), max(stop for _, stop in spans)
-    first_bytes = torch.zeros(end - begin, dtype=torch.bool)
+    first_bytes = torch.zeros(end - begin, dtype=torch.bool, device="cpu")
     second_bytes = first_bytes.clone()
     for marks, tensor in ((first_bytes, first), (second_bytes, second)):
         itemsize = tensor.element_size()

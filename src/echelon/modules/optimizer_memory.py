@@ -65,7 +65,9 @@ class Memory:
             at = ~numbers.isnan()
             if name not in whole or not _equal(whole[name][at], numbers[at]):
                 return _shown(name)
-        has = torch.cat([torch.zeros(0, dtype=torch.long), *(e for _, e, _ in part._params)])
+        has = torch.cat(
+            [torch.zeros(0, dtype=torch.long, device="cpu"), *(e for _, e, _ in part._params)]
+        )
         for name, numbers in whole.items():
             at = has[~numbers[has].isnan()]
             if len(at) and (name not in kept or kept[name][at].isnan().any()):
@@ -80,7 +82,7 @@ class Memory:
             if value.is_floating_point() and id(value) not in self._places:
                 self._add(value.detach(), name, place)
         elif isinstance(value, float):
-            self._add(torch.tensor(value, dtype=torch.float64), name, place)
+            self._add(torch.tensor(value, dtype=torch.float64, device="cpu"), name, place)
         elif depth < _MAX_DEPTH and not isinstance(value, _OPAQUE) and id(value) not in self._seen:
             self._seen.add(id(value))
             for key, item in _items(value):
@@ -106,7 +108,9 @@ class Memory:
                 for kind, at, column in _columns(value, elements, shape):
                     key = f"{name}\n{kind}"
                     if key not in laid:
-                        laid[key] = torch.full((numel,), math.nan, dtype=torch.float64)
+                        laid[key] = torch.full(
+                            (numel,), math.nan, dtype=torch.float64, device="cpu"
+                        )
                     laid[key][at] = column.nan_to_num(nan=0.5)
         return laid
 

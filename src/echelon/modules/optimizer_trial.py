@@ -201,24 +201,26 @@ class _Trial:
             self._whole.append([])
             for shape in shapes:
                 start, self._numel = self._numel, self._numel + math.prod(shape)
-                self._whole[-1].append(_Piece(torch.arange(start, self._numel), shape))
+                self._whole[-1].append(
+                    _Piece(torch.arange(start, self._numel, device="cpu"), shape)
+                )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._device = params[0].device if params else torch.device("cpu")
         generator = torch.Generator().manual_seed(0)
         # Elements of later parts are larger, and their gradients smaller.
-        scale = torch.ones(self._numel, dtype=torch.float64)
+        scale = torch.ones(self._numel, dtype=torch.float64, device="cpu")
         for cut in (Cut.ROWS, Cut.ELEMENTS, Cut.FLAT, Cut.PARAMETERS):
             for pieces in self._parts(cut)[1]:
                 for piece in pieces:
                     scale[piece.elements] *= 3.0
-        values = torch.randn(self._numel, generator=generator, dtype=torch.float64)
+        values = torch.randn(self._numel, generator=generator, dtype=torch.float64, device="cpu")
         self._values = values * scale
         later = scale > 1
-        drift = 3 * torch.randn(self._numel, generator=generator, dtype=torch.float64)
+        drift = 3 * torch.randn(self._numel, generator=generator, dtype=torch.float64, device="cpu")
         loudness = [_LOUDNESS[i % len(_LOUDNESS)] for i in range(num_steps)]
         self._gradients = [
             (
-                torch.randn(self._numel, generator=generator, dtype=torch.float64)
+                torch.randn(self._numel, generator=generator, dtype=torch.float64, device="cpu")
                 * torch.where(later, second, first)
                 + drift
             )
@@ -299,7 +301,7 @@ class _Trial:
     def _parts(self, cut: Cut) -> list[_Part]:
         """What each of one or two ranks sees."""
         if cut in (Cut.FLAT, Cut.ONE_FLAT):
-            nothing = torch.zeros(0, dtype=torch.long)
+            nothing = torch.zeros(0, dtype=torch.long, device="cpu")
             flat = [torch.cat([nothing, *(p.elements for p in group)]) for group in self._whole]
             ends = [[0, round(_SHARE * len(f)), len(f)] for f in flat]
             if cut is Cut.ONE_FLAT:
@@ -345,7 +347,9 @@ class _Trial:
             for param, piece in zip(ours, pieces, strict=True)
         ]
         for step, gradients in enumerate(self._gradients):
-            loss = torch.tensor((1.7 if losses else 1.0) / (step + 1), dtype=torch.float64)
+            loss = torch.tensor(
+                (1.7 if losses else 1.0) / (step + 1), dtype=torch.float64, device="cpu"
+            )
 
             def closure(gradients: Tensor = gradients, loss: Tensor = loss) -> Tensor:
                 for param, piece in pairs:
@@ -376,7 +380,7 @@ class _Trial:
         groups = self._optimizer.param_groups
         for group in groups:
             for param in group["params"]:
-                memo[id(param)] = nn.Parameter(torch.empty(0))
+                memo[id(param)] = nn.Parameter(torch.empty(0, device="cpu"))
         stand_ins: list[list[tuple[nn.Parameter, nn.Parameter]]] = []
         for group, kept, ours in zip(groups, self._kept, params, strict=True):
             # In a part there may be fewer, such as one flat parameter.

@@ -108,7 +108,7 @@ def without_gradient(compute: Callable[[], Any], operands: Any) -> Any:
     parts = [tensor for tensor in tensors if is_part(tensor)]
     text = sharding_of(parts[0]).describe() if parts else "a sharded tensor"
     # Not the parameter itself: autograd would remember the shape of its part.
-    leaf = torch.zeros((), requires_grad=True)
+    leaf = torch.zeros((), requires_grad=True, device="cpu")
     with DisableTorchFunctionSubclass():
         return _OutsideForward.apply(text, compute, leaf)  # type: ignore[no-untyped-call]
 
@@ -201,7 +201,7 @@ def _written_into(target: Tensor, values: Any) -> Callable[[Any], Any]:
 
 
 def _part_of(sharding: Sharding) -> Tensor:
-    return mark(torch.empty(0), sharding)
+    return mark(torch.empty(0, device="cpu"), sharding)
 
 
 def _broadcasts(shape: Sequence[int], other: Sequence[int]) -> bool:

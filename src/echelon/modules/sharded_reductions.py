@@ -54,7 +54,7 @@ def _extreme(pick: Callable[[Tensor], Tensor], *, smallest: bool) -> _Reduction:
         if part.numel():
             return pick(part)
         if part.dtype is torch.bool:
-            return torch.tensor(smallest)
+            return torch.tensor(smallest, device="cpu")
         info = torch.finfo(part.dtype) if part.dtype.is_floating_point else torch.iinfo(part.dtype)
         value = info.max if smallest else info.min
         infinite = math.inf if smallest else -math.inf
@@ -231,7 +231,7 @@ def compared(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         refuse(func, args, kwargs, "compares tensors of different shapes")
     home, first, second = pair
     local = func(first, second, *args[2:], **kwargs)
-    return bool(over_ranks(torch.tensor(local), home, torch.all))
+    return bool(over_ranks(torch.tensor(local, device="cpu"), home, torch.all))
 
 
 def multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -257,7 +257,8 @@ def element(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """A Python number of a tensor with one element."""
     sharding = sharding_of(args[0])
     if sharding.numel != 1:
-        return func(torch.zeros(()).expand(sharding.shape))  # torch says what is wrong
+        value = torch.zeros((), device="cpu").expand(sharding.shape)
+        return func(value)  # torch says what is wrong
     return func(sharding.gather(local_shard(args[0])), *args[1:], **kwargs)
 
 

@@ -7,6 +7,7 @@ others would not, and from then on the ranks would hold weights of different ste
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -116,6 +117,9 @@ class GradScaler(torch.amp.GradScaler):
         # Torch refuses float16 gradients, because it assumes a model without master weights. Here
         # they may be reduced gradients that are float16 on purpose.
         with DisableTorchFunctionSubclass():  # of its own gradients; the ranks agree below
+            if _has_gradients_on_host(optimizer):
+                # Torch copies both to the host without a wait, and reads them there at once.
+                inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
             infinite = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         device = self._group.device
         # Whether this rank has a gradient that is not finite, has gradients, has scaled a loss.
@@ -136,6 +140,11 @@ class GradScaler(torch.amp.GradScaler):
         if not infinite and any_gradients:
             infinite[device] = any_infinite.clone()  # this rank steps with the others
         return infinite
+
+
+def _has_gradients_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return any(p.grad is not None and device_of(p.grad.device).is_host for p in params)
 
 
 def _kind(device: object) -> str:

@@ -145,7 +145,7 @@ def read_step(step: SavedStep, section: str | None = None) -> PlainState:
     sections = step.sections.items()
     states = {name: _AnyState() for name, facts in sections if facts["kind"] == "object"}
     tensors = {
-        name: torch.empty(shape, dtype=dtype)
+        name: torch.empty(shape, dtype=dtype, device="cpu")
         for name, dtype, shape in SavedTensors(step, model).facts()
     }
     optimizers = {name: facts for name, facts in sections if _is_over(facts, f"{model}/")}

@@ -46,7 +46,9 @@ class Direct:
         self._area, self._memory = area, memory
         block = min(_MAX_BLOCK_NBYTES, _SCRATCH_NBYTES // max(1, area.size - 1)) & -64
         with torch.inference_mode(False):  # the scratch memory outlives the caller's mode
-            self._scratch = {peer: torch.empty(block, dtype=torch.uint8) for peer in area.peers}
+            self._scratch = {
+                peer: torch.empty(block, dtype=torch.uint8, device="cpu") for peer in area.peers
+            }
         self._block_nbytes = block
 
     # Reductions ------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class RingMessage:
     @classmethod
     def unexpected(cls, peer: int, header: Header) -> RingMessage:
         """A message that arrived before its receive."""
-        memory = torch.empty(header.nbytes, dtype=torch.uint8)
+        memory = torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
         address = memory.data_ptr()
         return cls(None, peer, header.tag, memory, header.dtype, header.nbytes, address)
 

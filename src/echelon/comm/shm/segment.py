@@ -107,7 +107,7 @@ class Segment:
     def tensor(self, start: int, nbytes: int) -> Tensor:
         """The bytes ``[start, start + nbytes)`` as a uint8 tensor, 1D, without a copy."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         # The tensor outlives the inference mode of the caller, so it must be an ordinary one.
         with torch.inference_mode(False):
             return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=start)

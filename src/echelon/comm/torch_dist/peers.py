@@ -217,7 +217,7 @@ class Peers:
 
     def sever(self) -> None:
         """Break all connections: gloo closes them when a wait times out, so one is made to."""
-        buffer = torch.zeros(1, dtype=torch.uint8)
+        buffer = torch.zeros(1, dtype=torch.uint8, device="cpu")
         for peer in self.others:
             # A wait for a peer that has ended fails too, but then gloo closes nothing else.
             with suppress(RuntimeError):

@@ -79,7 +79,7 @@ def _exchange(
     peers: Peers, messages: dict[int, bytes], tag: int, nbytes: int, deadline: float
 ) -> dict[int, bytes]:
     """Send each peer its message; returns the ``nbytes`` bytes that each peer has sent."""
-    received = {peer: torch.empty(nbytes, dtype=torch.uint8) for peer in messages}
+    received = {peer: torch.empty(nbytes, dtype=torch.uint8, device="cpu") for peer in messages}
     sent = list(map(from_bytes, messages.values()))
     works = [peers.recv(tensor, peer, tag) for peer, tensor in received.items()]
     works += [peers.send(data, peer, tag) for peer, data in zip(messages, sent, strict=True)]

@@ -45,7 +45,9 @@ class SignatureCheck:
         sends, expects = lengths or ([], [])
         zeros = [0] * size
         signed = fingerprint(call.signature) - (1 << 63)  # a 64-bit tensor has a sign
-        local = torch.tensor([signed, *(sends or zeros), *(expects or zeros)], dtype=torch.int64)
+        local = torch.tensor(
+            [signed, *(sends or zeros), *(expects or zeros)], dtype=torch.int64, device="cpu"
+        )
         rows = self._show(local, collective_tag(_CALL, call.position))
         differs = any(not torch.equal(row[:1], local[:1]) for row in rows)
         if not differs:

@@ -182,7 +182,9 @@ class EchelonTraining(_Base):
         return int(super().get_total_train_batch_size(args)) // self._sharing.num_stages
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        asked = torch.tensor([bool(getattr(self.control, name)) for name in _REQUESTS])
+        asked = torch.tensor(
+            [bool(getattr(self.control, name)) for name in _REQUESTS], device="cpu"
+        )
         asked = asked.to(torch.uint8)
         self.accelerator.world.group.all_reduce(asked, "max", label="requests of callbacks")
         for name, is_asked in zip(_REQUESTS, asked.tolist(), strict=True):

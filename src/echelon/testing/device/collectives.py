@@ -30,8 +30,12 @@ NAME = "simccl"
 def register_backend() -> None:
     """Let ``init_process_group`` use the simulated groups for the device."""
     dist.Backend.register_backend(
-        NAME, SimulatedGroup, extended_api=False, devices=[torch_module.DEVICE, "cpu"]
+        NAME, _over_gloo, extended_api=False, devices=[torch_module.DEVICE, "cpu"]
     )
+
+
+def _over_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+    return SimulatedGroup(c10d.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
 @final
@@ -89,11 +93,15 @@ class _Coalesced(dist.Work):
 
 @final
 class SimulatedGroup(dist.ProcessGroup):
-    """The ranks of a group, each with a stream for its collectives."""
+    """The ranks of a group, each with a stream for its collectives.
 
-    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
+    Args:
+        engine: carries the values, in memory of the host: gloo, or torch's ``fake`` in tests.
+    """
+
+    def __init__(self, engine: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as trampolines need it
-        self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
+        self._engine = engine
         self._stream = torch.Stream(torch_module.DEVICE)
         self._coalesced: list[dist.Work] | None = None
         self._name = ""
@@ -127,7 +135,7 @@ class SimulatedGroup(dist.ProcessGroup):
         outputs = tree_leaves(writes)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if any(device_of(tensor.device).is_host for tensor in tensors):
-            work: dist.Work = getattr(self._gloo, method)(*args)
+            work: dist.Work = getattr(self._engine, method)(*args)
             if after is not None:
                 work.wait()
                 after(outputs)
@@ -136,7 +144,7 @@ class SimulatedGroup(dist.ProcessGroup):
         stream.wait_stream(torch.accelerator.current_stream())
         host_args = tree_map_only(Tensor, library.host_view, list(args))
         host_outputs = [library.host_view(output) for output in outputs]
-        step = _Collective(getattr(self._gloo, method), host_args, host_outputs, after)
+        step = _Collective(getattr(self._engine, method), host_args, host_outputs, after)
         with stream:
             library.launch(method, tree_leaves(reads), outputs, step)
             event = stream.record_event()
@@ -240,7 +248,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         torch.accelerator.synchronize()
-        work: dist.Work = vars(c10d)["ProcessGroupGloo"].barrier(self._gloo)
+        work: dist.Work = self._engine.barrier(c10d.BarrierOptions())
         return work
 
     def _summing(self, opts: Any) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
@@ -268,26 +276,30 @@ class _Collective:
         after: Callable[[list[Tensor]], None] | None,
     ) -> None:
         self._call, self._args, self._outputs, self._after = call, args, outputs, after
+        self._work: dist.Work | None = None
         self._waits: Thread | None = None
         self._error: BaseException | None = None
 
     def __call__(self) -> bool:
-        if self._waits is None:
-            self._waits = run_in_background(f"{self._call.__name__} of {NAME}", self._run)
-            if self._call.__name__ != "send":  # a send is over when its values are on their way
-                return False
-            self._waits.join()
-        if self._waits.is_alive():
+        if self._work is None:
+            self._work = self._call(*self._args)
+            if not self._work.is_completed():
+                self._waits = run_in_background(f"{self._call.__name__} of {NAME}", self._wait)
+                if self._call.__name__ != "send":  # which is over when its values are on their way
+                    return False
+                self._waits.join()
+        if self._waits is not None and self._waits.is_alive():
             return False
         if self._error is not None:
             raise self._error
+        if self._after is not None:
+            with torch.no_grad():
+                self._after(self._outputs)
         return True
 
-    def _run(self) -> None:
+    def _wait(self) -> None:
+        assert self._work is not None
         try:
-            self._call(*self._args).wait()
-            if self._after is not None:
-                with torch.no_grad():
-                    self._after(self._outputs)
+            self._work.wait()
         except BaseException as error:  # raised where the stream is
             self._error = error

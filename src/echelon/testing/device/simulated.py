@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import cache, wraps
 from threading import Lock
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from echelon.testing.device.geometry import byte_ranges
 from echelon.testing.device.native import device_library
 from echelon.testing.device.races import Part, Races
 from echelon.testing.device.report import Frame, RaceReport
+
+Stack: TypeAlias = tuple[Frame, ...]
+Costs: TypeAlias = Callable[[str, int], float]
 
 _in_use = Lock()
 _HOST = -1  # the line of the host, and the pool of its memory
@@ -53,12 +56,16 @@ class SimulatedDevice:
 
     Attributes:
         order: in which work of streams runs.
-        waits: how often a wait for an event was issued, by where.
+        waits: how often a stream or the host has waited for an event, by where, innermost frames
+            first.
+        host_waits: how often the host has waited for the device, also to read a value, likewise.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, costs: Costs | None = None) -> None:
         self.order = order
-        self.waits: Counter[Frame | None] = Counter()
+        self.waits: Counter[Stack] = Counter()
+        self.host_waits: Counter[Stack] = Counter()
+        self._costs = costs
         self._library = device_library()
         self._races = Races()
         self._host = Line("the host")
@@ -66,7 +73,8 @@ class SimulatedDevice:
         self._events: dict[int, Point] = {}
         self._memories: dict[int, Memory] = {}
         self._operations: dict[tuple[str, int, int], Operation] = {}
-        self._stacks: dict[Operation, Sequence[Frame]] = {}
+        self._stacks: dict[Operation, Stack] = {}
+        self._frames: dict[int, Stack] = {}  # of stacks by their numbers
 
     def report(self) -> RaceReport:
         """The races among all that was asked of the device so far.
@@ -82,6 +90,12 @@ class SimulatedDevice:
         """Take what was asked of the device since the last time into account."""
         for kind, *entry in self._library.journal():
             self._enter(_Kind(kind), *entry)
+
+    def finished_at(self, stream: torch.Stream | None = None) -> float:
+        """When the work of a stream that was issued so far is over, or all work, by the costs."""
+        self.look()
+        lines = self._lines.values() if stream is None else [self._line(stream.stream_id)]
+        return max(line.time for line in lines)
 
     def digests(self) -> tuple[int, ...]:
         """What the host has copied from the device, each as a number, in the order of issue."""
@@ -110,12 +124,17 @@ class SimulatedDevice:
             case _Kind.RECORD:
                 self._events[number] = self._line(line).now()
             case _Kind.WAIT:
-                self._wait(self._line(line), number, stack)
+                self.waits[self._stack(stack)] += 1
+                self._wait(self._line(line), number)
             case _Kind.HOST_WAIT:
-                self._wait(self._host, number, stack)
+                self.waits[self._stack(stack)] += 1
+                self.host_waits[self._stack(stack)] += 1
+                self._wait(self._host, number)
             case _Kind.HOST_LINE:
+                self.host_waits[self._stack(stack)] += 1
                 self._host.join(self._line(line).now())
             case _Kind.HOST_ALL:
+                self.host_waits[self._stack(stack)] += 1
                 for each in self._lines.values():
                     self._host.join(each.now())
             case _Kind.ALLOCATE:
@@ -135,11 +154,9 @@ class SimulatedDevice:
                 if number in self._memories:
                     self._memories[number].outlives(self._line(line))
 
-    def _wait(self, line: Line, event: int, stack: int) -> None:
+    def _wait(self, line: Line, event: int) -> None:
         if event in self._events:  # else it is older than all that is known here
             line.join(self._events[event])
-        frames = (Frame(*frame) for frame in self._library.stack(stack))
-        self.waits.update([next((frame for frame in frames if not frame.is_ours), None)])
 
     def _operate(self, line: Line, operation: Operation, accesses: Sequence[Any]) -> None:
         parts: dict[bool, list[Part]] = {False: [], True: []}
@@ -159,12 +176,16 @@ class SimulatedDevice:
     ) -> None:
         if line is not self._host:
             line.join(self._host.now())  # it was launched after what the host has waited for
-        self._races.operate(operation, line, reads, writes)
+        cost = 0.0
+        if self._costs is not None:
+            written = sum(end - start for _, ranges in writes for start, end in ranges)
+            cost = self._costs(operation.name, written)
+        self._races.operate(operation, line, reads, writes, cost)
 
     def _operation(self, name: str, stack: int, line: int) -> Operation:
         key = name, stack, line
         if key not in self._operations:
-            frames = tuple(Frame(*frame) for frame in self._library.stack(stack))
+            frames = self._stack(stack)
             users = (frame for frame in frames if frame.is_users)
             place = next(users, next((frame for frame in frames if not frame.is_ours), None))
             operation = Operation(
@@ -176,10 +197,19 @@ class SimulatedDevice:
             self._stacks.setdefault(operation, frames)
         return self._operations[key]
 
+    def _stack(self, number: int) -> Stack:
+        if number not in self._frames:
+            self._frames[number] = tuple(Frame(*frame) for frame in self._library.stack(number))
+        return self._frames[number]
+
 
 @contextmanager
 def simulated_device(
-    order: Order = Order.EAGER, seed: int = 0, *, without: Frame | None = None
+    order: Order = Order.EAGER,
+    seed: int = 0,
+    *,
+    without: Frame | None = None,
+    costs: Costs | None = None,
 ) -> Iterator[SimulatedDevice]:
     """Give this process a device, ``"sim"``, on which programs run in the body.
 
@@ -189,7 +219,10 @@ def simulated_device(
     Args:
         order: when work of streams runs.
         seed: of ``Order.RANDOM``.
-        without: a line of the program whose waits are left out, to see whether they are needed.
+        without: a line of the program whose waits count as left out, to see whether they are
+            needed. They are carried out, so the values stay right; the verdict is as without them.
+        costs: how long an operation takes, by its name and the number of bytes that it writes. With
+            them, ``device.finished_at`` says what overlaps.
 
     Raises:
         StateError: this process has one already, as in a body in the body.
@@ -223,7 +256,7 @@ def simulated_device(
         library.watch(True)
         stack.callback(library.watch, False)
         stack.enter_context(torch.autograd.set_multithreading_enabled(has_own_thread))
-        yield SimulatedDevice(order)
+        yield SimulatedDevice(order, costs)
 
 
 def _reading(name: str) -> Callable[..., Any]:

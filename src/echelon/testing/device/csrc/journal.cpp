@@ -51,16 +51,14 @@ void add(Kind kind, int line, uint64_t number) {
 }
 
 // A wait, unless this is the place at which waits are left out.
-bool add_wait(Kind kind, int line, uint64_t event) {
+void add_wait(Kind kind, int line, uint64_t event) {
   if (!on) {
-    return true;
+    return;
   }
   uint64_t stack = here();
-  if (is_dropped(stack)) {
-    return false;
+  if (!is_dropped(stack)) {
+    entries.push_back({kind, line, event, 0, stack, "", {}});
   }
-  entries.push_back({kind, line, event, 0, stack, "", {}});
-  return true;
 }
 
 // With the GIL.
@@ -151,20 +149,20 @@ uint64_t record(int line) {
   return next_event++;
 }
 
-bool waits(int line, uint64_t event) {
-  return add_wait(Kind::Wait, line, event);
+void waits(int line, uint64_t event) {
+  add_wait(Kind::Wait, line, event);
 }
 
-bool host_waits(uint64_t event) {
-  return add_wait(Kind::HostWait, HOST, event);
+void host_waits(uint64_t event) {
+  add_wait(Kind::HostWait, HOST, event);
 }
 
 void host_waits_for_line(int line) {
-  add(Kind::HostLine, line, 0);
+  add_wait(Kind::HostLine, line, 0);
 }
 
 void host_waits_for_all() {
-  add(Kind::HostAll, HOST, 0);
+  add_wait(Kind::HostAll, HOST, 0);
 }
 
 void allocated(const void* start, size_t nbytes, int line) {

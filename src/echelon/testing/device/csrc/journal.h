@@ -56,7 +56,8 @@ void turn_on(bool on);
 bool is_on();
 std::vector<Entry> take();
 std::vector<Frame> frames_of(uint64_t stack);
-// Leave out the waits that are issued in this line of this file.
+// Leave out the waits that are issued in this line of this file. They are carried out all the same,
+// so the program goes on with right values.
 void drop(std::string file, int line);
 
 // Remember where this thread is. Called without the lock of the device.
@@ -64,8 +65,8 @@ uint64_t here();
 
 void operation(const char* name, int line, std::vector<Access> accesses, uint64_t stack);
 uint64_t record(int line);
-bool waits(int line, uint64_t event);
-bool host_waits(uint64_t event);
+void waits(int line, uint64_t event);
+void host_waits(uint64_t event);
 void host_waits_for_line(int line);
 void host_waits_for_all();
 void allocated(const void* start, size_t nbytes, int line);

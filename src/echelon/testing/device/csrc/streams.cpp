@@ -315,9 +315,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     Locked locked;
     auto line = static_cast<int>(stream.id());
-    if (journal::waits(line, static_cast<Event*>(event)->number)) {
-      follow(line, static_cast<Event*>(event)->point);
-    }
+    journal::waits(line, static_cast<Event*>(event)->number);
+    follow(line, static_cast<Event*>(event)->point);
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) {
@@ -329,7 +328,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       journal::host_waits(number);  // what the host knows now
       return true;
     }
-    advance_towards(point);  // or a loop that asks would never end
+    if (!is_running) {
+      advance_towards(point);  // or a loop that asks would never end
+    }
     return false;
   }
   void synchronizeEvent(void* event) const override {
@@ -337,9 +338,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       return;
     }
     Locked locked;
-    if (journal::host_waits(static_cast<Event*>(event)->number)) {
-      finish(static_cast<Event*>(event)->point);
-    }
+    journal::host_waits(static_cast<Event*>(event)->number);
+    finish(static_cast<Event*>(event)->point);
     raise_deferred();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
