@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ class SimulatedGroup:
         self._rank, self._size = rank, size
         self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
         self._stream = torch.Stream(torch_module.DEVICE)
-        self._coalesced: list[Work] | None = None
+        self._coalesced: list[_Issued] | None = None
 
     def _issue(
         self,
@@ -116,20 +116,27 @@ class SimulatedGroup:
                 work.wait()
                 after(outputs)
             return work
-        library, stream = device_library(), self._stream
-        stream.wait_stream(torch.accelerator.current_stream())
-        host_args = tree_map_only(Tensor, library.host_view, list(args))
-        host_outputs = [library.host_view(output) for output in outputs]
+        host_args = tree_map_only(Tensor, device_library().host_view, list(args))
+        host_outputs = [device_library().host_view(output) for output in outputs]
         step = _Collective(getattr(self._gloo, method), host_args, host_outputs, after)
-        with stream:
-            library.launch(method, tree_leaves(reads), outputs, step)
-            event = stream.record_event()
-        if not getattr(args[-1], "asyncOp", True):  # on the current stream, as NCCL does
-            torch.accelerator.current_stream().wait_event(event)
-        issued = StreamWork(event, outputs, stream)
+        issued = _Issued(method, step, tree_leaves(reads), outputs)
         if self._coalesced is not None:
             self._coalesced.append(issued)
-        return issued
+            return _Coalesced([])  # those who coalesce wait for the work of all
+        return self._launch([issued], is_waited_for=not getattr(args[-1], "asyncOp", True))
+
+    def _launch(self, issued: Sequence[_Issued], *, is_waited_for: bool = False) -> Work:
+        stream, current = self._stream, torch.accelerator.current_stream()
+        stream.wait_stream(current)
+        outputs = [output for each in issued for output in each.outputs]
+        reads = [tensor for each in issued for tensor in each.reads]
+        steps = [each.step for each in issued]
+        with stream:
+            device_library().launch(issued[0].method, reads, outputs, partial(_all_are_done, steps))
+            event = stream.record_event()
+        if is_waited_for:  # on the current stream, as NCCL does
+            current.wait_event(event)
+        return StreamWork(event, outputs, stream)
 
     # Coalescing --------------------------------------------------------------------------------
 
@@ -137,8 +144,8 @@ class SimulatedGroup:
         self._coalesced = []
 
     def end_coalescing(self) -> Work:
-        works, self._coalesced = self._coalesced or [], None
-        return _Coalesced(works)
+        issued, self._coalesced = self._coalesced or [], None
+        return self._launch(issued) if issued else _Coalesced([])
 
     # Collectives -------------------------------------------------------------------------------
 
@@ -233,7 +240,7 @@ def _divide(size: int, outputs: list[Tensor]) -> None:
 
 
 class _Collective:
-    """The work of a stream that is a collective of gloo: it begins when it is called first."""
+    """The work of a stream that is a collective of gloo: it begins when it is asked first."""
 
     def __init__(
         self,
@@ -246,23 +253,41 @@ class _Collective:
         self._waits: Thread | None = None
         self._error: BaseException | None = None
 
-    def __call__(self) -> bool:
+    def begin(self) -> None:
+        """Ask gloo, which takes what is asked in one order on all ranks."""
         if self._waits is None:
-            self._waits = run_in_background(f"{self._call.__name__} of {NAME}", self._run)
-            if self._call.__name__ != "send":  # a send is over when its values are on their way
-                return False
-            self._waits.join()
-        if self._waits.is_alive():
+            work = self._call(*self._args)
+            name = f"{self._call.__name__} of {NAME}"
+            self._waits = run_in_background(name, partial(self._run, work))
+
+    def is_done(self) -> bool:
+        if self._waits is None or self._waits.is_alive():
             return False
         if self._error is not None:
             raise self._error
         return True
 
-    def _run(self) -> None:
+    def _run(self, work: Any) -> None:
         try:
-            self._call(*self._args).wait()
+            work.wait()
             if self._after is not None:
                 with torch.no_grad():
                     self._after(self._outputs)
         except BaseException as error:  # raised where the stream is
             self._error = error
+
+
+def _all_are_done(steps: Sequence[_Collective]) -> bool:
+    """Of coalesced ones, each begins before another is waited for: a send needs its receiver."""
+    for step in steps:
+        step.begin()
+    return all(step.is_done() for step in steps)
+
+
+class _Issued(NamedTuple):
+    """A collective that a stream is to do."""
+
+    method: str
+    step: _Collective
+    reads: list[Tensor]
+    outputs: list[Tensor]
