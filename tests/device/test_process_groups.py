@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from echelon.testing.device import simulated_device
@@ -21,7 +22,7 @@ pytestmark = needs_compiler
 def one_rank() -> Iterator[None]:
     install()
     register_backend()
-    dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(NAME, store=c10d.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -37,7 +38,9 @@ def races_of(*, is_asynchronous: bool, waits: bool) -> list[str]:
     options.asyncOp = is_asynchronous
     with simulated_device() as device:
         x = torch.ones(4, device="sim")
-        work = dist.group.WORLD.allreduce([x], options)
+        group = dist.group.WORLD
+        assert group is not None
+        work = group.allreduce([x], options)
         if waits:
             work.wait()
         x.add_(1)

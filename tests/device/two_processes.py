@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -177,11 +178,11 @@ def saved(device: str, size: int) -> list[float]:
     losses = train(model, device, size)
     if size > 1:
         path = f"{sys.argv[1]}/saved"
-        dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+        save({"model": model.state_dict()}, checkpoint_id=path)
         torch.manual_seed(9)
         model = sharded(nn.Sequential(block(), block()).to(device), size)
         state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         model.load_state_dict(state["model"])
     return losses + train(model, device, size, range(STEPS, 2 * STEPS))
 
