@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import Any, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -30,42 +30,41 @@ NAME = "simccl"
 def register_backend() -> None:
     """Let ``init_process_group`` use the simulated groups for the device."""
     dist.Backend.register_backend(
-        NAME, _over_gloo, extended_api=False, devices=[torch_module.DEVICE, "cpu"]
+        NAME, _backend, extended_api=False, devices=[torch_module.DEVICE, "cpu"]
     )
 
 
-def _over_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
-    return SimulatedGroup(c10d.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+def _backend(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    group = SimulatedGroup(c10d.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+    return device_library().backend_of(NAME, rank, size, group)
+
+
+class Work(Protocol):
+    """What was issued: one of ``dist``, or one whose methods its calls are passed on to."""
+
+    def wait(self) -> bool: ...
+
+    def is_completed(self) -> bool: ...
 
 
 @final
-class StreamWork(dist.Work):
+class StreamWork:
     """A collective that streams wait for."""
 
     def __init__(self, event: torch.Event, outputs: Sequence[Tensor], stream: torch.Stream) -> None:
-        super().__init__()
         self._event, self._outputs = event, list(outputs)
         with stream:
             self._future: torch.futures.Future[Any] = torch.futures.Future(
-                devices=[torch.device(torch_module.DEVICE, 0)]
+                devices=[torch.device(torch_module.DEVICE, torch_module.current_device())]
             )
             self._future.set_result(self._outputs)
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self) -> bool:
         torch.accelerator.current_stream().wait_event(self._event)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return bool(self._event.query())
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        return None
 
     def result(self) -> list[Tensor]:
         return self._outputs
@@ -75,14 +74,13 @@ class StreamWork(dist.Work):
 
 
 @final
-class _Coalesced(dist.Work):
+class _Coalesced:
     """Several collectives."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
+    def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self) -> bool:
         for work in self._works:
             work.wait()
         return True
@@ -92,7 +90,7 @@ class _Coalesced(dist.Work):
 
 
 @final
-class SimulatedGroup(dist.ProcessGroup):
+class SimulatedGroup:
     """The ranks of a group, each with a stream for its collectives.
 
     Args:
@@ -100,28 +98,9 @@ class SimulatedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, engine: Any, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # as trampolines need it
-        self._engine = engine
+        self._rank, self._size, self._engine = rank, size, engine
         self._stream = torch.Stream(torch_module.DEVICE)
-        self._coalesced: list[dist.Work] | None = None
-        self._name = ""
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(torch_module.DEVICE), torch.device("cpu")]
+        self._coalesced: list[_Issued] | None = None
 
     def _issue(
         self,
@@ -131,133 +110,131 @@ class SimulatedGroup(dist.ProcessGroup):
         writes: Any,
         *,
         after: Callable[[list[Tensor]], None] | None = None,
-    ) -> dist.Work:
+    ) -> Work:
         outputs = tree_leaves(writes)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if any(device_of(tensor.device).is_host for tensor in tensors):
-            work: dist.Work = getattr(self._engine, method)(*args)
+            work: Work = getattr(self._engine, method)(*args)
             if after is not None:
                 work.wait()
                 after(outputs)
             return work
-        library, stream = device_library(), self._stream
-        stream.wait_stream(torch.accelerator.current_stream())
-        host_args = tree_map_only(Tensor, library.host_view, list(args))
-        host_outputs = [library.host_view(output) for output in outputs]
+        host_args = tree_map_only(Tensor, device_library().host_view, list(args))
+        host_outputs = [device_library().host_view(output) for output in outputs]
         step = _Collective(getattr(self._engine, method), host_args, host_outputs, after)
-        with stream:
-            library.launch(method, tree_leaves(reads), outputs, step)
-            event = stream.record_event()
-        issued = StreamWork(event, outputs, stream)
+        issued = _Issued(method, step, tree_leaves(reads), outputs)
         if self._coalesced is not None:
             self._coalesced.append(issued)
-        return issued
+            return _Coalesced([])  # those who coalesce wait for the work of all
+        return self._launch([issued], is_waited_for=not getattr(args[-1], "asyncOp", True))
+
+    def _launch(self, issued: Sequence[_Issued], *, is_waited_for: bool = False) -> Work:
+        stream, current = self._stream, torch.accelerator.current_stream()
+        stream.wait_stream(current)
+        outputs = [output for each in issued for output in each.outputs]
+        reads = [tensor for each in issued for tensor in each.reads]
+        steps = [each.step for each in issued]
+        with stream:
+            device_library().launch(issued[0].method, reads, outputs, partial(_all_are_done, steps))
+            event = stream.record_event()
+        if is_waited_for:  # on the current stream, as NCCL does
+            current.wait_event(event)
+        return StreamWork(event, outputs, stream)
 
     # Coalescing --------------------------------------------------------------------------------
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def start_coalescing(self) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._coalesced = self._coalesced or [], None
-        return _Coalesced(works)
+    def end_coalescing(self) -> Work:
+        issued, self._coalesced = self._coalesced or [], None
+        return self._launch(issued) if issued else _Coalesced([])
 
     # Collectives -------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        is_root = opts.rootRank == self.rank()
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        is_root = opts.rootRank == self._rank
         return self._issue(
             "broadcast", [tensors, opts], tensors if is_root else [], [] if is_root else tensors
         )
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
         opts, after = self._summing(opts)
         return self._issue("allreduce", [tensors, opts], tensors, tensors, after=after)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
         return _Coalesced([self.allreduce([tensor], opts) for tensor in tensors])
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         opts, after = self._summing(opts)
         return self._issue("reduce", [tensors, opts], tensors, tensors, after=after)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         return self._issue("allgather", [outputs, inputs, opts], inputs, outputs)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:  # type: ignore[override]
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         return self._issue("_allgather_base", [output, input, opts], [input], [output])
-
-    all_gather_single = _allgather_base  # type: ignore[assignment]
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    ) -> Work:
         options = c10d.AllgatherOptions()
         return _Coalesced(
             [self._allgather_base(o, i, options) for o, i in zip(outputs, inputs, strict=True)]
         )
 
-    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
-
-    def reduce_scatter(  # type: ignore[override]
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
-    ) -> dist.Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         opts, after = self._summing(opts)
         return self._issue("reduce_scatter", [outputs, inputs, opts], inputs, outputs, after=after)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         opts, after = self._summing(opts)
         args = [output, input, opts]
         return self._issue("_reduce_scatter_base", args, [input], [output], after=after)
 
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
-
-    def reduce_scatter_tensor_coalesced(  # type: ignore[override]
+    def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
-    ) -> dist.Work:
+    ) -> Work:
         return _Coalesced(
             [self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         )
 
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         return self._issue("gather", [outputs, inputs, opts], inputs, outputs)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:  # type: ignore[override]
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         return self._issue("scatter", [outputs, inputs, opts], inputs, outputs)
 
-    def alltoall_base(  # type: ignore[override]
+    def alltoall_base(
         self,
         output: Tensor,
         input: Tensor,
         output_splits: list[int],
         input_splits: list[int],
         opts: Any,
-    ) -> dist.Work:
+    ) -> Work:
         args = [output, input, output_splits, input_splits, opts]
         return self._issue("alltoall_base", args, [input], [output])
 
-    all_to_all_single = alltoall_base  # type: ignore[assignment]
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
         return self._issue("send", [tensors, dst, 0], tensors, [])
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
         return self._issue("recv", [tensors, src, 0], [], tensors)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> Work:
         torch.accelerator.synchronize()
-        work: dist.Work = self._engine.barrier(c10d.BarrierOptions())
+        work: Work = self._engine.barrier(c10d.BarrierOptions())
         return work
 
     def _summing(self, opts: Any) -> tuple[Any, Callable[[list[Tensor]], None] | None]:
         """Options for gloo, which has no means and reads them later; what to do with sums."""
         own, is_mean = type(opts)(), opts.reduceOp == dist.ReduceOp.AVG
+        own.asyncOp = opts.asyncOp
         if isinstance(opts, c10d.ReduceOptions):
             own.rootRank, own.rootTensor = opts.rootRank, opts.rootTensor
         own.reduceOp = dist.ReduceOp.SUM if is_mean else opts.reduceOp
-        return own, partial(_divide, self.size()) if is_mean else None
+        return own, partial(_divide, self._size) if is_mean else None
 
 
 def _divide(size: int, outputs: list[Tensor]) -> None:
@@ -266,7 +243,7 @@ def _divide(size: int, outputs: list[Tensor]) -> None:
 
 
 class _Collective:
-    """The work of a stream that is a collective of gloo: it begins when it is called first."""
+    """The work of a stream that is a collective of gloo: it begins when it is asked first."""
 
     def __init__(
         self,
@@ -280,15 +257,15 @@ class _Collective:
         self._waits: Thread | None = None
         self._error: BaseException | None = None
 
-    def __call__(self) -> bool:
+    def begin(self) -> None:
+        """Ask the engine, which takes what is asked in one order on all ranks."""
         if self._work is None:
             self._work = self._call(*self._args)
             if not self._work.is_completed():
                 self._waits = run_in_background(f"{self._call.__name__} of {NAME}", self._wait)
-                if self._call.__name__ != "send":  # which is over when its values are on their way
-                    return False
-                self._waits.join()
-        if self._waits is not None and self._waits.is_alive():
+
+    def is_done(self) -> bool:
+        if self._work is None or (self._waits is not None and self._waits.is_alive()):
             return False
         if self._error is not None:
             raise self._error
@@ -303,3 +280,19 @@ class _Collective:
             self._work.wait()
         except BaseException as error:  # raised where the stream is
             self._error = error
+
+
+def _all_are_done(steps: Sequence[_Collective]) -> bool:
+    """Of coalesced ones, each begins before another is waited for: a send needs its receiver."""
+    for step in steps:
+        step.begin()
+    return all(step.is_done() for step in steps)
+
+
+class _Issued(NamedTuple):
+    """A collective that a stream is to do."""
+
+    method: str
+    step: _Collective
+    reads: list[Tensor]
+    outputs: list[Tensor]

@@ -34,7 +34,7 @@ def _served(value: Any) -> Any:
     """A value in which a device of CUDA is the simulated one."""
     is_device = isinstance(value, str | torch.device)
     is_cuda = is_device and str(value).partition(":")[0] == "cuda"
-    return torch.device(_DEVICE, 0) if is_cuda else value
+    return torch.device(_DEVICE, torch_module.current_device()) if is_cuda else value
 
 
 @final

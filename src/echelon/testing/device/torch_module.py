@@ -42,7 +42,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 def default_stream(device: Any = None) -> torch.Stream:
     """The stream that is current in a new thread."""
-    return torch.Stream(stream_id=0, device_index=0, device_type=_PRIVATE_USE)
+    return torch.Stream(stream_id=0, device_index=current_device(), device_type=_PRIVATE_USE)
 
 
 def synchronize(device: Any = None) -> None:
@@ -51,8 +51,8 @@ def synchronize(device: Any = None) -> None:
 
 
 def device_count() -> int:
-    """One."""
-    return 1
+    """Of the host: as many as it has ranks, of which each has one."""
+    return int(device_library().device_count())
 
 
 def is_available() -> bool:
@@ -66,8 +66,8 @@ def is_initialized() -> bool:
 
 
 def current_device() -> int:
-    """The first."""
-    return 0
+    """That of the local rank."""
+    return int(device_library().device_index())
 
 
 def set_device(device: Any) -> None:

@@ -125,7 +125,7 @@ void give_back(void* pointer) {
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    c10::Device device(c10::DeviceType::PrivateUse1, 0);
+    c10::Device device = the_device();
     if (nbytes == 0) {
       return {nullptr, nullptr, &give_back, device};
     }

@@ -4,6 +4,7 @@
 #include "memory.h"
 #include "streams.h"
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/extension.h>
 
 namespace sim {
@@ -19,6 +20,8 @@ void host_reads(const at::Tensor& tensor);
 void register_hooks();
 void watch(bool on);
 at::Generator& default_generator();
+c10::intrusive_ptr<c10d::Backend> backend_of(
+    const std::string& name, int rank, int size, pybind11::object group);
 
 namespace {
 
@@ -89,6 +92,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("generator", [] { return default_generator(); });
   m.def("reset_peak", &memory::reset_peak);
+  m.def("backend_of", &backend_of);
+  m.def("device_index", [] { return static_cast<int>(the_device().index()); });
+  m.def("device_count", [] { return static_cast<int>(device_count()); });
 }
 
 }  // namespace sim

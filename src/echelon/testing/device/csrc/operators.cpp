@@ -114,7 +114,7 @@ void each_tensor(const IValue& value, Look look) {
 
 // Draws do not depend on when work runs: each operator has a seed of its own.
 struct Generator final : c10::GeneratorImpl {
-  Generator() : c10::GeneratorImpl({KIND, 0}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  Generator() : c10::GeneratorImpl(the_device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
 
   uint64_t next() {
     auto mixed = seed_ + 0x9E3779B97F4A7C15ULL * ++offset_;
@@ -333,7 +333,7 @@ bool reads_values(const c10::OperatorHandle& op, const std::vector<IValue>& argu
 
 Tensor new_on_device(const Tensor& like) {
   return at::empty_strided(
-      like.sizes(), like.strides(), at::TensorOptions(like.dtype()).device(c10::Device(KIND, 0)));
+      like.sizes(), like.strides(), at::TensorOptions(like.dtype()).device(the_device()));
 }
 
 void check_devices(const c10::OperatorHandle& op, std::vector<IValue>& arguments) {
@@ -351,7 +351,7 @@ void check_devices(const c10::OperatorHandle& op, std::vector<IValue>& arguments
           "Expected all tensors to be on the same device, but ", op.schema().name(),
           " got one of shape ", tensor.sizes(), " on ", tensor.device(), " beside others on the "
           "simulated device: move it with .to(device)");
-      return tensor.to(c10::Device(KIND, 0));
+      return tensor.to(the_device());
     });
   }
 }
@@ -446,7 +446,7 @@ void run_at_once(
       continue;
     }
     change_tensors(host[i], [](const Tensor& tensor) {
-      return tensor.to(c10::Device(KIND, 0));
+      return tensor.to(the_device());
     });
     stack->push_back(host[i]);
   }
@@ -861,17 +861,17 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return true;
   }
   c10::DeviceIndex deviceCount() const override {
-    return 1;
+    return device_count();
   }
   void setCurrentDevice(c10::DeviceIndex) const override {}
   c10::DeviceIndex getCurrentDevice() const override {
-    return 0;
+    return the_device().index();
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
-    return 0;
+    return the_device().index();
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
-    return 0;
+    return the_device().index();
   }
   bool isPinnedPtr(const void* data) const override {
     return memory::is_pinned(data);
@@ -880,7 +880,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return memory::pinned_allocator();
   }
   c10::Device getDeviceFromPtr(void*) const override {
-    return {KIND, 0};
+    return the_device();
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return default_generator();

@@ -7,7 +7,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <deque>
 #include <exception>
 #include <optional>
@@ -35,7 +37,6 @@ std::mt19937_64 draws;
 std::exception_ptr deferred;
 bool is_running = false;  // work never runs inside of work
 thread_local int current = 0;
-thread_local c10::DeviceIndex current_device = 0;
 
 bool is_ready(const Item& item) {
   return !item.after || is_done(*item.after);
@@ -235,6 +236,25 @@ void raise_deferred() {
   }
 }
 
+namespace {
+
+c10::DeviceIndex number_in(const char* variable, int otherwise) {
+  const char* text = std::getenv(variable);
+  return static_cast<c10::DeviceIndex>(text == nullptr ? otherwise : std::atoi(text));
+}
+
+}  // namespace
+
+c10::Device the_device() {
+  static const auto index = number_in("LOCAL_RANK", 0);
+  return {c10::DeviceType::PrivateUse1, index};
+}
+
+c10::DeviceIndex device_count() {
+  static const auto ranks = number_in("LOCAL_WORLD_SIZE", 1);
+  return std::max<c10::DeviceIndex>(ranks, the_device().index() + 1);
+}
+
 // What torch asks of a device with streams and events.
 namespace {
 
@@ -249,21 +269,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kind;
   }
-  c10::Device exchangeDevice(c10::Device device) const override {
-    auto before = current_device;
-    setDevice(device);
-    return {kind, before};
+  c10::Device exchangeDevice(c10::Device) const override {
+    return the_device();
   }
   c10::Device getDevice() const override {
-    return {kind, current_device};
+    return the_device();
   }
-  void setDevice(c10::Device device) const override {
-    TORCH_CHECK(
-        device.index() <= 0, "there is one simulated device in a process, and this is ", device);
-  }
+  void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override {
-    return 1;
+    return device_count();
   }
 
   c10::Stream getStream(c10::Device) const override {
@@ -351,7 +366,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
  private:
   static c10::Stream of_line(int line) {
-    return c10::Stream(c10::Stream::UNSAFE, {kind, 0}, static_cast<c10::StreamId>(line));
+    return c10::Stream(c10::Stream::UNSAFE, the_device(), static_cast<c10::StreamId>(line));
   }
 };
 

@@ -17,6 +17,11 @@
 
 namespace sim {
 
+// The one device of this process. A host has as many as ranks, and this is that of the local rank,
+// whichever index a program gives.
+c10::Device the_device();
+c10::DeviceIndex device_count();
+
 // A stream and how much of it must be done: an event.
 struct Point {
   int line = -1;
