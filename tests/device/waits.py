@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -18,9 +19,10 @@ SOURCE = str(Path(echelon.__file__).parent)
 
 
 def run(program: Callable[[], object], **options: Any) -> SimulatedDevice:
-    """The device on which a program has run."""
+    """The device on which a program has run, and has given back its memory."""
     with simulated_device(**options) as device:
         program()
+        gc.collect()  # or the next program would do it, and its streams would wait for these
         device.look()
     return device
 
