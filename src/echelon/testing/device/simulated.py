@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import cache, wraps
@@ -177,7 +177,7 @@ class SimulatedDevice:
 
 @contextmanager
 def simulated_device(
-    order: Order = Order.EAGER, seed: int = 0, *, without: Frame | None = None
+    order: Order = Order.EAGER, seed: int = 0, *, without: Collection[Frame] = ()
 ) -> Iterator[SimulatedDevice]:
     """Give this process a device, ``"sim"``, on which programs run in the body.
 
@@ -187,7 +187,7 @@ def simulated_device(
     Args:
         order: when work of streams runs.
         seed: of ``Order.RANDOM``.
-        without: a line of the program whose waits are left out, to see whether they are needed.
+        without: lines of the program whose waits are left out, to see whether they are needed.
 
     Raises:
         StateError: this process has one already, as in a body in the body.
@@ -213,7 +213,7 @@ def simulated_device(
         library.begin(order.value, seed)
         library.journal()  # of what was done on the device before
         library.digests()
-        library.drop(*(without.file, without.line) if without else ("", 0))
+        library.drop({(frame.file, frame.line) for frame in without})
         for name in ("numpy", "tolist"):
             reader = Replacement(Tensor, name, _reading(name))
             reader.put_in()
