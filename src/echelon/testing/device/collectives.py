@@ -36,11 +36,20 @@ def register_backend() -> None:
 
 @final
 class StreamWork(dist.Work):
-    """A collective that streams wait for."""
+    """A collective that streams wait for.
 
-    def __init__(self, event: torch.Event, outputs: Sequence[Tensor], stream: torch.Stream) -> None:
+    Until somebody does, it holds its inputs, as NCCL's works do: they may be dropped before.
+    """
+
+    def __init__(
+        self,
+        event: torch.Event,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        stream: torch.Stream,
+    ) -> None:
         super().__init__()
-        self._event, self._outputs = event, list(outputs)
+        self._event, self._inputs, self._outputs = event, list(inputs), list(outputs)
         with stream:
             self._future: torch.futures.Future[Any] = torch.futures.Future(
                 devices=[torch.device(torch_module.DEVICE, 0)]
@@ -49,6 +58,7 @@ class StreamWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         torch.accelerator.current_stream().wait_event(self._event)
+        self._inputs.clear()
         return True
 
     def synchronize(self) -> None:
@@ -132,15 +142,15 @@ class SimulatedGroup(dist.ProcessGroup):
                 work.wait()
                 after(outputs)
             return work
-        library, stream = device_library(), self._stream
+        library, stream, inputs = device_library(), self._stream, tree_leaves(reads)
         stream.wait_stream(torch.accelerator.current_stream())
         host_args = tree_map_only(Tensor, library.host_view, list(args))
         host_outputs = [library.host_view(output) for output in outputs]
         step = _Collective(getattr(self._gloo, method), host_args, host_outputs, after)
         with stream:
-            library.launch(method, tree_leaves(reads), outputs, step)
+            library.launch(method, inputs, outputs, step)
             event = stream.record_event()
-        issued = StreamWork(event, outputs, stream)
+        issued = StreamWork(event, inputs, outputs, stream)
         if self._coalesced is not None:
             self._coalesced.append(issued)
         return issued
