@@ -159,7 +159,7 @@ def _default_stream(device: Any = None) -> _Stream:
 
 
 def _as_it_is(model: Any = None, **options: Any) -> Any:
-    """``torch.compile``: the kernels that it makes are of CUDA, and in the order of the function."""
+    """``torch.compile``, whose kernels are of CUDA, and in the order of the function."""
     return (lambda function: function) if model is None else model
 
 
