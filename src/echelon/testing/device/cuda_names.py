@@ -147,7 +147,7 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
     """``torch.Generator``, of CUDA, too."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        return super().__new__(cls, device=_served(device))
+        return super().__new__(cls, device=_served(device))  # type: ignore[call-arg]
 
 
 def _current_stream(device: Any = None) -> _Stream:
