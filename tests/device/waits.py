@@ -51,7 +51,7 @@ def site(frame: Frame) -> str:
 
 def is_found(place: Frame, program: Callable[[], object]) -> bool:
     """Whether something races without the waits of a line."""
-    report = run(on_one_thread(program), without=place).report()
+    report = run(on_one_thread(program), without=[place]).report()
     return bool(report.findings or report.still_used)
 
 

@@ -49,10 +49,19 @@ class Work(Protocol):
 
 @final
 class StreamWork:
-    """A collective that streams wait for."""
+    """A collective that streams wait for.
 
-    def __init__(self, event: torch.Event, outputs: Sequence[Tensor], stream: torch.Stream) -> None:
-        self._event, self._outputs = event, list(outputs)
+    Until somebody does, it holds its inputs, as NCCL's works do: they may be dropped before.
+    """
+
+    def __init__(
+        self,
+        event: torch.Event,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        stream: torch.Stream,
+    ) -> None:
+        self._event, self._inputs, self._outputs = event, list(inputs), list(outputs)
         with stream:
             self._future: torch.futures.Future[Any] = torch.futures.Future(
                 devices=[torch.device(torch_module.DEVICE, torch_module.current_device())]
@@ -61,6 +70,7 @@ class StreamWork:
 
     def wait(self) -> bool:
         torch.accelerator.current_stream().wait_event(self._event)
+        self._inputs.clear()
         return True
 
     def is_completed(self) -> bool:
@@ -139,7 +149,7 @@ class SimulatedGroup:
             event = stream.record_event()
         if is_waited_for:  # on the current stream, as NCCL does
             current.wait_event(event)
-        return StreamWork(event, outputs, stream)
+        return StreamWork(event, [] if is_waited_for else reads, outputs, stream)
 
     # Coalescing --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import cache, wraps
@@ -208,7 +208,7 @@ def simulated_device(
     order: Order = Order.EAGER,
     seed: int = 0,
     *,
-    without: Frame | None = None,
+    without: Collection[Frame] = (),
     costs: Costs | None = None,
 ) -> Iterator[SimulatedDevice]:
     """Give this process a device, ``"sim"``, on which programs run in the body.
@@ -219,7 +219,7 @@ def simulated_device(
     Args:
         order: when work of streams runs.
         seed: of ``Order.RANDOM``.
-        without: a line of the program whose waits count as left out, to see whether they are
+        without: lines of the program whose waits count as left out, to see whether they are
             needed. They are carried out, so the values stay right; the verdict is as without them.
         costs: how long an operation takes, by its name and the number of bytes that it writes. With
             them, ``device.finished_at`` says what overlaps.
@@ -248,7 +248,7 @@ def simulated_device(
         library.begin(order.value, seed)
         library.journal()  # of what was done on the device before
         library.digests()
-        library.drop(*(without.file, without.line) if without else ("", 0))
+        library.drop({(frame.file, frame.line) for frame in without})
         for name in ("numpy", "tolist"):
             reader = Replacement(Tensor, name, _reading(name))
             reader.put_in()

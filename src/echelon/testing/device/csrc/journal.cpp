@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 
@@ -32,16 +33,16 @@ std::unordered_map<uint64_t, uint64_t> of_forward;  // by sequence number of aut
 std::map<const char*, std::pair<size_t, uint64_t>> memories;  // by start: length, number
 uint64_t next_event = 1;
 uint64_t next_memory = 1;
-std::string dropped_file;
-int dropped_line = 0;
+std::set<std::pair<std::string, int>> dropped;  // lines whose waits are left out
 
 bool is_dropped(uint64_t stack) {
-  for (auto& frame : dropped_line == 0 ? std::vector<Frame>() : frames_of(stack)) {
-    if (frame.file == dropped_file && frame.line == dropped_line) {
-      return true;
-    }
+  if (dropped.empty()) {
+    return false;
   }
-  return false;
+  auto frames = frames_of(stack);
+  return std::any_of(frames.begin(), frames.end(), [](const Frame& frame) {
+    return dropped.count({frame.file, frame.line}) != 0;
+  });
 }
 
 void add(Kind kind, int line, uint64_t number) {
@@ -103,9 +104,8 @@ std::vector<Entry> take() {
   return std::exchange(entries, {});
 }
 
-void drop(std::string file, int line) {
-  dropped_file = std::move(file);
-  dropped_line = line;
+void drop(std::set<std::pair<std::string, int>> lines) {
+  dropped = std::move(lines);
 }
 
 uint64_t here() {

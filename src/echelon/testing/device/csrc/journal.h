@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,9 +57,9 @@ void turn_on(bool on);
 bool is_on();
 std::vector<Entry> take();
 std::vector<Frame> frames_of(uint64_t stack);
-// Leave out the waits that are issued in this line of this file. They are carried out all the same,
-// so the program goes on with right values.
-void drop(std::string file, int line);
+// Leave out the waits that are issued in these lines: of each, the file and the number. They are
+// carried out all the same, so the program goes on with right values.
+void drop(std::set<std::pair<std::string, int>> lines);
 
 // Remember where this thread is. Called without the lock of the device.
 uint64_t here();
