@@ -176,7 +176,7 @@ class Reducer:
     def _rebuild_buckets(self) -> None:
         """Make the buckets of a deep copy, which has none yet, or replace them after a backward.
 
-        That is done once, after the first one. The new buckets follow the order in which gradients were ready in that backward.
+        That is done once, after the first one, in the order in which gradients were ready in it.
         """
         if self._ready_order is not None and not self._is_rebuilt:
             self._is_rebuilt = True
