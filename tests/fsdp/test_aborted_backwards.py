@@ -214,3 +214,18 @@ def fails_inside_a_forward(world: ec.World) -> None:
 
 def test_a_forward_goes_on_after_a_backward_inside_of_it_that_was_aborted() -> None:
     ec.run(fails_inside_a_forward, 2)
+
+
+def test_sync_gradients_waits_for_the_reductions_of_an_aborted_backward() -> None:
+    def main(world: ec.World) -> None:
+        one = wrapped(world, "flat")
+        for place in (None, None, 0):  # the order of reductions is known after the first
+            one.zero_grad()
+            run_backward(one, part(world), place)
+        aborted = one._hooks.backward._pass
+        reductions = [reduction for started in aborted.reductions for reduction in started]
+        assert reductions
+        one.sync_gradients()
+        assert all(reduction._is_over for reduction in reductions)
+
+    ec.run(main, 2)

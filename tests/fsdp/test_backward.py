@@ -405,6 +405,34 @@ def test_a_unit_does_not_wait_for_parameters_that_were_frozen_later() -> None:
     assert found.index("release units.1") < found.index("gather units.0")
 
 
+class CalledTwice(nn.Module):
+    """A unit that runs twice, between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice(self.first(x)).tanh())
+
+
+def called_twice(world: ec.World) -> list[str]:
+    """What happens to the units in a backward in another dtype, when a bias was frozen later."""
+    low = ec.MixedPrecision(compute=torch.bfloat16)
+    rule = ec.units.by_type(nn.Linear)
+    model = ec.FSDP(CalledTwice(), world.group, units=rule, min_num_params=0, precision=low)
+    model.module.twice.bias.requires_grad_(False)
+    loss = model(torch.randn(2, WIDTH)).sum()
+    with events_of(world.rank, "fsdp.gather", "fsdp.release") as events:
+        loss.backward()
+    return [f"{event.name[5:]} {event.facts['unit']}" for event in events]
+
+
+def test_a_unit_of_another_dtype_that_ran_twice_waits_for_no_parameter_that_was_frozen() -> None:
+    found = ec.run(called_twice, 1)[0]
+    assert found.index("release twice") < found.index("gather first")
+
+
 class Inner(nn.Linear):
     """A unit inside of another one."""
 

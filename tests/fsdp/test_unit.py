@@ -9,6 +9,7 @@ from torch import nn
 import echelon as ec
 from echelon.errors import StateError
 from echelon.fsdp.unit import HIDDEN, SHARDED, UNSHARDED, UNSHARDING, Unit, UnitState
+from tests.worlds import run_world
 
 FOLLOWS = {
     (SHARDED, UNSHARDING),
@@ -76,3 +77,30 @@ def test_what_is_shown_is_what_the_state_says() -> None:
         assert unit.num_unshards == 2
 
     ec.run(main, 2)
+
+
+def unshard_without_memory(world: ec.World) -> None:
+    layer = nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    unit = ec.FSDP(layer, world.group, min_num_params=0)._units[0]
+    _, last = unit.storages
+
+    def fails(*, async_op: bool = False) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    for begin in (unit.prefetch, unit.unshard, unit.unshard_for_others):
+        last.unshard = fails  # type: ignore[method-assign]
+        with pytest.raises(torch.OutOfMemoryError):
+            begin()
+        assert unit.state is SHARDED
+        assert [storage.unsharded_nbytes for storage in unit.storages] == [0, 0]
+        del last.unshard
+        unit.unshard()
+        assert all(storage.unsharded_nbytes for storage in unit.storages)
+        assert layer.weight.shape == (2, 3)
+        unit.reshard()
+    assert unit.num_unshards == 3
+
+
+def test_an_unshard_that_has_no_memory_for_one_storage_frees_that_of_the_others() -> None:
+    run_world("gloo", unshard_without_memory, 2)  # memory of threads is shared and stays

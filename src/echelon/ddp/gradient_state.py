@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from echelon.comm.group import Group
 from echelon.ddp.buckets import Bucket
 from echelon.ddp.options import DDPOptions
 from echelon.errors import StateError
 from echelon.modules.autograd import will_accumulate
+
+_SHARES = "gradients of earlier reductions"
 
 
 @final
@@ -85,6 +88,34 @@ class GradientState:
             with torch.no_grad():
                 for bucket in buckets:
                     bucket.scale(self.factor)
+
+    def complete_shares(
+        self,
+        reduced_before: dict[int, Tensor],
+        group: Group,
+        num_summed: int,
+        *,
+        has_shares: bool,
+    ) -> None:
+        """Complete ``reduced_before``, which not all ranks of ``group`` have set aside.
+
+        All of them call it; ``num_summed`` is the number of gradients in the sums of the reduction
+        that has just been made. Each gradient takes a broadcast, as this happens only where some
+        ranks have kept gradients and others have not.
+        """
+        facts = has_shares, sorted(reduced_before)
+        ranks = group.all_gather_object(facts, label=_SHARES)
+        sources = {i: rank for rank in reversed(range(len(ranks))) for i in ranks[rank][1]}
+        # Of the earlier reduced gradient R, each rank with shares had factor * R in what it sent.
+        # So what came back has sent * R in it: all of R if every rank has shares. The rest is
+        # added here.
+        num_sent = sum(has_shares for has_shares, _ in ranks)
+        sent = num_sent * self.factor / self._options.divisor(num_summed)
+        for i, source in sorted(sources.items()):
+            if i not in reduced_before:
+                reduced_before[i] = torch.empty_like(self._named[i][1])
+            group.broadcast(reduced_before[i], source, label=_SHARES)
+            reduced_before[i].mul_(1 - sent)
 
     def _check_shares(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:

@@ -66,7 +66,6 @@ from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.parameters import LateAnswer, TrainableParameters
 from echelon.modules.wrapper import check_may_sync
 
-_SHARES = "gradients of earlier reductions"
 _grad = attrgetter("grad")
 
 
@@ -133,7 +132,7 @@ class Reducer:
         self._world_rank = group.ranks[group.rank]
         self._overlap = options.sync == "overlap"
         self._syncing = True
-        self._has_no_sync = False  # so far
+        self._entered_no_sync = False
         self._kept_differ = LateAnswer()
         self._reading_waits = device_of(group.device).reading_waits
         self._state = GradientState(self._named, options, group.size)
@@ -175,9 +174,9 @@ class Reducer:
             bucket.close()
 
     def _rebuild_buckets(self) -> None:
-        """Make the buckets of a copy, or replace buckets once, after the first backward.
+        """Make the buckets of a deep copy, which has none yet, or replace them after a backward.
 
-        The new buckets follow the order in which gradients were ready in that backward.
+        That is done once, after the first one, in the order in which gradients were ready in it.
         """
         if self._ready_order is not None and not self._is_rebuilt:
             self._is_rebuilt = True
@@ -286,7 +285,10 @@ class Reducer:
         return self.buckets[b].casts and not self._counter.pending[b]
 
     def _launch_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
-        """All-reduce the next bucket; the flags say that ``missing`` slots have no gradient."""
+        """All-reduce the next bucket, with the flags and notices of a rank that has a batch.
+
+        ``missing`` are the slots that have no gradient.
+        """
         bucket = self.buckets[len(backward.works)]
         bucket.set_flags(missing)
         if bucket is self.buckets[-1]:
@@ -298,7 +300,7 @@ class Reducer:
         self._all_reduce_bucket(backward, missing)
 
     def _all_reduce_bucket(self, backward: BackwardRecord, missing: Sequence[int]) -> None:
-        """The part of ``_launch_bucket`` that a rank without a batch runs, too, with zeros."""
+        """All-reduce the next bucket, with the notices that a rank without a batch gives, too."""
         b = len(backward.works)
         bucket = self.buckets[b]
         if b == len(self.buckets) - 1:
@@ -315,7 +317,10 @@ class Reducer:
 
     @property
     def _op(self) -> str:
-        # Inside join the mean is over the ranks that have a batch, which the group does not know.
+        """The operation of the all-reduces.
+
+        Inside join the mean is over the ranks that have a batch, which the group does not know.
+        """
         return "mean" if self._options.reduction == "mean" and self.rounds is None else "sum"
 
     def _finalize_backward(self) -> None:
@@ -327,7 +332,7 @@ class Reducer:
             self._counter.expect_none()
             self.unused = self._wait(backward)
             self._replicas.is_written = False  # unless aborted before, all ranks know of it
-            self._complete_shares(backward)
+            self._take_notices(backward)
             if backward.reduced_before:
                 for bucket in self.buckets:
                     bucket.add_reduced(backward.reduced_before)
@@ -366,52 +371,38 @@ class Reducer:
                 work.wait()
             here += [bucket.indices[slot] for slot in missing]
             everywhere += [bucket.indices[slot] for slot in bucket.finalize(divisor, missing)]
+        return UnusedIndices(sorted(here), sorted(everywhere))
+
+    def _divisor_of(self, backward: BackwardRecord) -> float:
+        """The divisor for the sums of this backward."""
+        return 1.0 if self._op == "mean" else self._options.divisor(backward.num_contributors)
+
+    def _take_notices(self, backward: BackwardRecord) -> None:
+        """Keep what the ranks have said with the last bucket, until it is asked for.
+
+        Where some have set a reduced gradient aside and others have not, it is completed here: all
+        read the same notices, so all take part. Where reading waits for the device, ranks that
+        never entered ``no_sync`` look at that in the next backward, and refuse to go on.
+        """
         if not self.buckets:  # nothing carries a notice: buffers go out before each forward
             self._buffers_changed = self._changed_buffers is not None
-            return UnusedIndices([], [])
+            return
         notices = self.buckets[-1].notices
         if self._changed_buffers is not None and not self.buffers_changed:
             self._buffers_answer.take(notices[BUFFERS_CHANGED].view(1))
         self._trainable.answer.take(notices[TRAINABLE_CHANGED].view(1))
         if self._replicas.check.is_on and self.rounds is None:
             self._replicas.answer.take(notices[PARAMETERS_WRITTEN].view(1))
-        return UnusedIndices(sorted(here), sorted(everywhere))
-
-    def _divisor_of(self, backward: BackwardRecord) -> float:
-        """What the sums are divided by that its all-reduces make."""
-        return 1.0 if self._op == "mean" else self._options.divisor(backward.num_contributors)
-
-    def _complete_shares(self, backward: BackwardRecord) -> None:
-        """Add what is missing of an earlier reduction, where not all ranks have set it aside.
-
-        All ranks read the same notices, so all take part. Where reading waits for the device, ranks
-        that never entered ``no_sync`` look at them in the next backward, and refuse to go on.
-        """
-        if not self.buckets:
-            return
-        notices = self.buckets[-1].notices
         if self._looks_late:
             differ = notices[SET_ASIDE] * notices[SETS_NONE_ASIDE]
             self._kept_differ.take(differ.view(1))
-            return
-        if not (notices[SET_ASIDE] and notices[SETS_NONE_ASIDE]):
-            return
-        if notices[LOOKS_LATE]:
-            raise kept_differ()
-        facts = backward.has_shares, sorted(backward.reduced_before)
-        ranks = self._group.all_gather_object(facts, label=_SHARES)
-        sources = {i: rank for rank in reversed(range(len(ranks))) for i in ranks[rank][1]}
-        num_summed = self._group.size if self._op == "mean" else backward.num_contributors
-        divisor = self._options.divisor(num_summed)
-        # Of the earlier reduced gradient R, each rank with shares had factor * R in what it sent.
-        # So what came back has sent * R in it: all of R if every rank has shares. The rest is
-        # added here.
-        sent = sum(has_shares for has_shares, _ in ranks) * self._state.factor / divisor
-        for i, source in sorted(sources.items()):
-            if i not in backward.reduced_before:
-                backward.reduced_before[i] = torch.empty_like(self._params[i])
-            self._group.broadcast(backward.reduced_before[i], source, label=_SHARES)
-            backward.reduced_before[i].mul_(1 - sent)
+        elif notices[SET_ASIDE] and notices[SETS_NONE_ASIDE]:
+            if notices[LOOKS_LATE]:
+                raise kept_differ()
+            num_summed = self._group.size if self._op == "mean" else backward.num_contributors
+            self._state.complete_shares(
+                backward.reduced_before, self._group, num_summed, has_shares=backward.has_shares
+            )
 
     def _check_kept(self) -> None:
         """Refuse what would follow a reduction of which some ranks read the notices only now."""
@@ -420,7 +411,8 @@ class Reducer:
 
     @property
     def _looks_late(self) -> bool:
-        return self._reading_waits and not self._has_no_sync
+        """Whether this rank reads in the next backward whether ranks differ in what they keep."""
+        return self._reading_waits and not self._entered_no_sync
 
     @property
     def buffers_changed(self) -> bool:
@@ -442,7 +434,7 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """While the body runs, a backward accumulates local gradients and does not communicate."""
-        before, self._syncing, self._has_no_sync = self._syncing, False, True
+        before, self._syncing, self._entered_no_sync = self._syncing, False, True
         try:
             yield
         finally:
@@ -486,7 +478,7 @@ class Reducer:
         for _ in self.buckets:
             self._all_reduce_bucket(backward, ())
         self._wait(backward)
-        self._complete_shares(backward)
+        self._take_notices(backward)
         self._trainable.compare(at_once=False, has_batch=False)
         self._state.reduced = self._state.has_shares = False
         # This order is never used: the order is broadcast from a rank that has batches.

@@ -22,10 +22,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import cast, final
+from typing import TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
@@ -49,6 +49,7 @@ from echelon.modules.autograd import Token, is_of_inputs_only, queue_end, token_
 from echelon.modules.deferred_hooks import DeferredHooks
 from echelon.modules.wrapper import check_may_sync
 
+_Hooked = TypeVar("_Hooked", bound=Tensor)
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -72,7 +73,7 @@ class Backward:
         self.requires_gradient_sync = True
         self.forwards = [UnitForwards() for _ in units]
         self.hands_over = False
-        self._may_have_kept = False  # a forward has had a graph since the last reduction
+        self._had_graph = False  # whether a forward has had one since the last reduction
         self._runs: weakref.WeakSet[ForwardRun] = weakref.WeakSet()  # a backward of them may come
         self._in_forward: list[int] = []  # units in whose forward this rank is, outside of backward
         self._pass: BackwardPass | None = None
@@ -84,9 +85,11 @@ class Backward:
         self._flat = flat
         for u, unit in enumerate(units):
             for param in unit.trainable:
-                self._handles.append(self._user_hooks.register(param, self._gradient_hook(u)))
+                arrived = self._hook(u, Backward._gradient_arrived)
+                self._handles.append(self._user_hooks.register(param, arrived))
                 if not unit.is_sharded:  # what it keeps may be used outside its forward
-                    self._handles.append(param.register_hook(self._announcing_hook(u)))
+                    comes = unserializable_hook(self._hook(u, Backward._gradient_comes))
+                    self._handles.append(param.register_hook(comes))
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters."""
@@ -99,7 +102,7 @@ class Backward:
     def begin_forward(self, run: ForwardRun) -> None:
         """An outermost forward begins, whose backward may come."""
         self._user_hooks.defer()
-        self._may_have_kept |= run.has_graph
+        self._had_graph |= run.has_graph
         self._runs.add(run)
         self._in_forward.clear()
 
@@ -146,21 +149,27 @@ class Backward:
                 self._units[u].in_outer_forward = True
             self._reducer.begin()
             self._unsharder.begin_backward(self._runs, self._may_reach, self._launch_ready)
-            token = queue_end(self._end_backward, self._set_back)
-            # Other ranks may have no such backward, so it takes no part in a reduction.
-            reduces = self.requires_gradient_sync and (
-                arrived is not None or not self._is_of_inputs_only()
-            )
-            current = BackwardPass(token, reduces, len(self._units))
+            token = queue_end(self._end_backward, self._token_died)
+            current = BackwardPass(token, self._will_reduce(arrived), len(self._units))
             self._pass = current
-            for u in sorted({u for run in self._runs for u in run.opaque}):
-                self._open_until_end(current, u)
-                self._unsharder.unshard(u, self._unsharder.order.backward)
+            self._open_opaque(current)
         return current
 
-    def _is_of_inputs_only(self) -> bool:
+    def _will_reduce(self, arrived: nn.Parameter | None) -> bool:
+        """Whether the backward that begins reduces gradients.
+
+        Other ranks may have no backward of inputs only, so that takes no part in a reduction.
+        """
+        if arrived is not None or not self.requires_gradient_sync:
+            return self.requires_gradient_sync
         with DisableTorchFunctionSubclass():  # they may be parts
-            return is_of_inputs_only(self._trainable)
+            return not is_of_inputs_only(self._trainable)
+
+    def _open_opaque(self, current: BackwardPass) -> None:
+        """Open the units whose outputs show no tensor, which backward may reach at any time."""
+        for u in sorted({u for run in self._runs for u in run.opaque}):
+            self._open_until_end(current, u)
+            self._unsharder.unshard(u, self._unsharder.order.backward)
 
     def _may_reach(self, u: int) -> bool:
         """Whether the backward that runs may still need a unit that it has not unsharded."""
@@ -199,22 +208,20 @@ class Backward:
         run.awaits_backward = False
         current = self._begin()
         state = current.units[u]
-        is_again = state.state is COMPLETE and not current.requires_gradient_sync
-        is_new = state.state in (UNREACHED, SKIPPED) or is_again  # what is kept may be added to
-        is_another = forward.reach(current)
-        if is_another:
+        reopens = state.state is COMPLETE and not current.requires_gradient_sync
+        opens = state.state in (UNREACHED, SKIPPED) or reopens  # what is kept may be added to
+        if is_first_output := forward.reach(current):
             state.inside += 1
             state.nested += forward.nested
-        if is_new:
+        if opens:
             self._open(current, u)
-        elif is_another and forward.nested:
-            state.remaining += self._expected(u)
-            state.is_repeated = True
-        elif is_another and self._units[u].num_recast:
-            state.remaining += self._units[u].num_recast
-            state.is_repeated = True
+        elif is_first_output:
+            unit = self._units[u]
+            if repeated := unit.trainable if forward.nested else unit.recast:
+                state.remaining += _num_expected(repeated)
+                state.is_repeated = True
         self._unsharder.unshard(u, self._unsharder.order.backward)
-        if is_new:
+        if opens:
             self._unsharder.prefetch_before_gradients()
 
     def recompute(self, u: int) -> None:
@@ -230,7 +237,7 @@ class Backward:
                 "call its module: use its parameters inside of its own forward only"
             )
         current.units[u].state = REACHED
-        current.units[u].remaining = self._expected(u)
+        current.units[u].remaining = _num_expected(self._units[u].trainable)
         with torch.no_grad():
             current.reduced_before[u] = self._reducer.set_aside(u)
 
@@ -239,32 +246,19 @@ class Backward:
         self._open(current, u)
         current.units[u].inside += 1
 
-    def _expected(self, u: int) -> int:
-        """The number of gradients that will come; parameters may be frozen after wrapping."""
-        with DisableTorchFunctionSubclass():  # they may be parts, whose facts take a look-up
-            return sum(map(_requires_grad, self._units[u].trainable))
-
-    def _gradient_hook(self, u: int) -> Callable[[nn.Parameter], None]:
+    def _hook(
+        self, u: int, call: Callable[[Backward, int, _Hooked], None]
+    ) -> Callable[[_Hooked], None]:
         reference = weakref.ref(self)  # see the note in ``deferred_hooks``
 
-        def hook(param: nn.Parameter) -> None:
+        def hook(hooked: _Hooked) -> None:
             backward = reference()
             if backward is not None:
-                backward._gradient_arrived(u, param)
+                call(backward, u, hooked)
 
         return hook
 
-    def _announcing_hook(self, u: int) -> Callable[[torch.Tensor], None]:
-        reference = weakref.ref(self)
-
-        def hook(gradient: torch.Tensor) -> None:
-            backward = reference()
-            if backward is not None:
-                backward._gradient_comes(u)
-
-        return cast(Callable[[torch.Tensor], None], unserializable_hook(hook))
-
-    def _gradient_comes(self, u: int) -> None:
+    def _gradient_comes(self, u: int, gradient: Tensor) -> None:
         """Autograd is about to add a gradient to ``.grad``, which may be a reduced one."""
         current = self._pass
         if current is None or current.units[u].state in (UNREACHED, SKIPPED):
@@ -307,7 +301,7 @@ class Backward:
 
     # Leave a unit ----------------------------------------------------------------------------
 
-    def leave(self, u: int, forward: UnitForward, by_base: bool) -> None:
+    def pass_input(self, u: int, forward: UnitForward, by_base: bool) -> None:
         """Backward has passed an input of a unit, or the base of one that is a view."""
         current = self._pass
         if current is None or not self.is_running or not forward.is_reached_by(current):
@@ -349,7 +343,7 @@ class Backward:
         nested = current.units[u].nested
         if nested and nested < sum(run.num_without_graph[u] for run in self._runs):
             return True
-        return bool(nested or self._units[u].num_recast) and self.forwards[u].awaits(current)
+        return bool(nested or self._units[u].recast) and self.forwards[u].awaits(current)
 
     def _launch_ready(self) -> None:
         """Launch the reductions that come next in the order of all ranks and may go."""
@@ -370,16 +364,16 @@ class Backward:
         by_run = [run.units for run in self._runs]
         used = set[int]().union(*by_run).intersection(*by_run)
         self._unsharder.end_backward(used, sum(run.awaits_backward for run in self._runs))
-        self._finish()
+        self._finish_gradients()
 
-    def _finish(self) -> None:
+    def _finish_gradients(self) -> None:
         """Reduce what is left, wait for all reductions, and make the reduced shards ``.grad``."""
         current = self._pass
         assert current is not None
         if not current.requires_gradient_sync:
-            self._keep_rest(current)
+            self._keep_gradients(current)
             return
-        self._may_have_kept = False
+        self._had_graph = False
         self._reducer.launch_rest(current)
         for unit in self._units:
             unit.reshard()
@@ -391,10 +385,10 @@ class Backward:
             self._reducer.replica_check.count_reduction()
             self._run_hooks(current)
         finally:
-            self._end()
+            self._close_pass()
 
-    def _keep_rest(self, current: BackwardPass) -> None:
-        """Under ``no_sync``: keep the gradients of units that are not complete, and end."""
+    def _keep_gradients(self, current: BackwardPass) -> None:
+        """Under ``no_sync``: keep the gradients of units that are not complete."""
         for u, (unit, state) in enumerate(zip(self._units, current.units, strict=True)):
             is_left = state.state is REACHED
             gradients = self._reducer.detach_gradients(current, u) if is_left else []
@@ -402,7 +396,7 @@ class Backward:
             if is_left:
                 self._reducer.keep(u, gradients, current.reduced_before.pop(u))
         wait_for_unshards(self._storages)
-        self._end()
+        self._close_pass()
 
     def _run_hooks(self, current: BackwardPass) -> None:
         """Call the hooks of users; ``.grad`` is the reduced gradient of each shard by now."""
@@ -412,7 +406,8 @@ class Backward:
         finally:
             self.hands_over = False
 
-    def _end(self) -> None:
+    def _close_pass(self) -> None:
+        """No backward runs any more; forwards around it go on with unsharded parameters."""
         self._pass = None
         for u, unit in enumerate(self._units):
             if unit.in_outer_forward:
@@ -427,26 +422,28 @@ class Backward:
         So may a rank whose forwards have used no parameter that trains.
         """
         check_may_sync(in_no_sync=not self.requires_gradient_sync, in_backward=self.is_running)
-        if not may_be_none and not self._may_have_kept and not self._reducer.has_kept:
+        self.discard_aborted()
+        if not may_be_none and not self._had_graph and not self._reducer.has_kept:
             raise StateError(
                 "sync_gradients() found no gradients to reduce: were forward and backward called, "
                 "under no_sync()? Without it, backward reduces them itself"
             )
         self._check_hooks(None)
-        with token_of_body(self._set_back) as token:
+        with token_of_body(self._token_died) as token:
             self._pass = BackwardPass(token, True, len(self._units))
-            self._finish()
+            self._finish_gradients()
 
-    def _set_back(self, token: weakref.ref[Token]) -> None:
-        """Leave an aborted backward, whose token has died, at once, but for what communicates.
+    def _token_died(self, token: weakref.ref[Token]) -> None:
+        """Undo an aborted backward at once, but for what communicates.
 
         Other ranks may have failed before, so the next thing that a user asks for waits for that.
         """
         aborted = self._pass
         if aborted is not None and aborted.token is token:
-            self._leave(aborted)
+            self._restore(aborted)
 
-    def _leave(self, aborted: BackwardPass) -> None:
+    def _restore(self, aborted: BackwardPass) -> None:
+        """Show shards and the gradients from before an aborted backward."""
         for unit in self._units:
             unit.hide()
         self._reducer.set_back(aborted)
@@ -455,15 +452,21 @@ class Backward:
                 self._units[u].unshard()
 
     def discard_aborted(self) -> None:
-        """Undo what a backward has left that was aborted."""
+        """Undo all of an aborted backward, and wait for the reductions that it has launched."""
         aborted = self._pass
         if aborted is not None:
-            self._leave(aborted)
-        self._end()
+            self._restore(aborted)
+        self._close_pass()
         if aborted is not None:
             self._reducer.discard(aborted)
             if not self._unsharder.keeps_unsharded:
                 self._unsharder.reshard_between_passes()
+
+
+def _num_expected(params: Sequence[nn.Parameter]) -> int:
+    """The number of gradients that will come; parameters may be frozen after wrapping."""
+    with DisableTorchFunctionSubclass():  # they may be parts, whose facts take a look-up
+        return sum(map(_requires_grad, params))
 
 
 def _with_new_gradients(current: BackwardPass) -> Iterator[nn.Parameter]:

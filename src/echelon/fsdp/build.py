@@ -126,7 +126,7 @@ def _units_of(
     Frozen parameters, as the base model of LoRA, have storages of their own and no gradient shard.
     """
     slots = _SlotsByStorage(group, options, storages)
-    units, precision, unsharded_bytes = [], options.precision, PeakBytes()
+    units, precision, memory = [], options.precision, PeakBytes()
     for (name, module), of_unit in zip(modules, storages, strict=True):
         gradient_shards = []
         for storage in of_unit:
@@ -137,7 +137,7 @@ def _units_of(
                 grad_dtype = wire_dtype if precision.keep_low_precision_grads else storage.dtype
                 shard = GradientShard(storage, wire_dtype, grad_dtype, slots.of(storage))
                 gradient_shards.append(shard)
-        units.append(Unit(name, module, of_unit, gradient_shards, group, unsharded_bytes))
+        units.append(Unit(name, module, of_unit, gradient_shards, group, memory))
     return units, slots.all
 
 

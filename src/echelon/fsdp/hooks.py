@@ -198,12 +198,12 @@ class Hooks:
         record = None
         if torch.is_grad_enabled():
             record = self.backward.forwards[u].add()
-            record.watch(inputs, partial(self.backward.leave, u))
+            record.watch(inputs, partial(self.backward.pass_input, u))
         elif not is_nested:
             self._run.num_without_graph[u] += 1
         unit = self.units[u]
         unit.keep_memory()
-        sums = unit.sums() if self._watch.is_on and not is_nested else None
+        sums = unit.bit_sums() if self._watch.is_on and not is_nested else None
         self._running[u].append(_RunningForward(record, unit.versions(), sums))
         if not is_nested:
             self.backward.enter_forward(u)
@@ -224,12 +224,12 @@ class Hooks:
             self.backward.leave_forward(u)
         if not always_shown:
             unit.check_unwritten(versions)
-            unit.check_sums(sums)
+            unit.check_bit_sums(sums)
         has_tensors = is_watched = False
         for tensor in tensors(output):
             has_tensors = True
             if not always_shown:
-                unit.check_not_inside(tensor)
+                unit.check_output(tensor)
             if record is not None:
                 is_watched |= self._watch_output(u, record, tensor, is_nested)
         if always_shown or is_nested or running:

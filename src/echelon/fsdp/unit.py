@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from itertools import compress, repeat
-from operator import attrgetter, ne
+from itertools import repeat
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -27,6 +27,7 @@ from echelon.modules.sharded_tensor import ShardedParameter
 ParameterVersions = tuple[Sequence[int], Sequence[int]]
 
 _version = attrgetter("_version")
+_run_all = deque[object](maxlen=0).extend  # calls all that an iterator gives, by a loop in C
 _no_modes = torch._C.DisableTorchFunction  # modes and subclasses would only cost time here
 
 
@@ -71,13 +72,13 @@ class Unit:
         communicates: whether an unshard communicates.
         state: what ``.data`` of the parameters is now.
         num_unshards: the number of its unshards so far.
-        unsharded_bytes: counts the unsharded parameters of all units together.
+        memory: counts the bytes of unsharded parameters, of all units together.
         kept_between_passes: whether ``reshard`` only hides the unsharded parameters and keeps their
             memory, because a backward needs them next.
         in_outer_forward: whether a backward runs inside of its forward; then ``reshard`` only hides
             them, too.
         always_shown: whether unsharded parameters are shown, whatever is called.
-        num_recast: the number of trainable parameters whose shards have another dtype or device.
+        recast: those of ``trainable`` whose shards have another dtype or device.
         losing_writes: the storages of which a forward may not write unsharded parameters.
     """
 
@@ -88,7 +89,7 @@ class Unit:
         storages: Sequence[Storage],
         gradient_shards: Sequence[GradientShard],
         group: Group,
-        unsharded_bytes: PeakBytes,
+        memory: PeakBytes,
     ) -> None:
         self.name, self.module = name, module
         self.storages, self.gradient_shards = tuple(storages), tuple(gradient_shards)
@@ -98,7 +99,7 @@ class Unit:
         self.state = SHARDED
         self.num_unshards = 0
         self.kept_between_passes = self.in_outer_forward = self.always_shown = False
-        self.unsharded_bytes = unsharded_bytes
+        self.memory = memory
         self._unsharded_nbytes = 0  # as last reported
         self._world_rank = group.ranks[group.rank]
         self._params: list[nn.Parameter] = [p for storage in storages for p in storage.params]
@@ -108,12 +109,8 @@ class Unit:
         showing = [storage for storage in storages if storage.shows_parts]
         self._parts = [param for storage in showing for param in storage.params]
         self._classes = [cls for storage in showing for cls in storage.classes]
-        deque(map(setattr, self._parts, repeat("__class__"), repeat(ShardedParameter)), maxlen=0)
-        self.num_recast = sum(
-            (tensor.dtype, tensor.device) != (shard.dtype, shard.device)
-            for storage in trainable
-            for tensor, shard in zip(storage.unsharded, storage.shards, strict=True)
-        )
+        _run_all(map(setattr, self._parts, repeat("__class__"), repeat(ShardedParameter)))
+        self.recast = [p for storage in trainable if storage.is_recast for p in storage.params]
 
     def __repr__(self) -> str:
         return f"Unit({self.label!r}, {len(self._params)} parameters, {self.state.name})"
@@ -143,24 +140,34 @@ class Unit:
     def prefetch(self) -> None:
         """Begin an unshard that the next ``unshard`` completes. All ranks call it."""
         if self.state is SHARDED:
-            for storage in self.storages:
-                storage.unshard(async_op=True)
+            self._launch("fsdp.prefetch", async_op=True)
             self._enter(UNSHARDING)
-            self._launched("fsdp.prefetch")
 
     def unshard(self) -> None:
         """Show unsharded parameters. All ranks call it where that communicates."""
         if self.state is UNSHARDED:
             return
         if self.state is SHARDED:
-            for storage in self.storages:
-                storage.unshard()
+            self._launch("fsdp.gather")
             self._enter(UNSHARDING)
-            self._launched("fsdp.gather")
         if self.state is UNSHARDING:
             self.wait_for_unshard()
         self._show_whole(self._unsharded)
         self._enter(UNSHARDED)
+
+    def _launch(self, event: str, *, async_op: bool = False) -> None:
+        """Begin the unshards of all storages; if one raises, none has more memory than before."""
+        try:
+            for storage in self.storages:
+                storage.unshard(async_op=async_op)
+        except BaseException:
+            if self.state is SHARDED:
+                for begun in self.storages[: self.storages.index(storage)]:
+                    begun.wait_for_unshard()
+                    begun.reshard()
+            raise
+        self.num_unshards += 1
+        self._report(event)
 
     def wait_for_unshard(self) -> None:
         """Make the current stream, or on the CPU the caller, wait for the unshard."""
@@ -174,9 +181,7 @@ class Unit:
         """
         if self.state is UNSHARDING:
             self.wait_for_unshard()
-        for storage in self.storages:
-            storage.unshard()
-        self._launched("fsdp.gather")
+        self._launch("fsdp.gather")
         if self.state is SHARDED:
             self._enter(UNSHARDING)
         if self.state is UNSHARDING:
@@ -218,32 +223,30 @@ class Unit:
     def keep_memory(self) -> None:
         """Let ``set_`` of a parameter to its own memory count as no write."""
         with _no_modes():
-            deque(map(setattr, self._params, repeat("set_"), self._set_), maxlen=0)
+            _run_all(map(setattr, self._params, repeat("set_"), self._set_))
 
     def forget_memory(self) -> None:
         """Give the parameters torch's ``set_`` again."""
         attributes = map(vars, self._params)
-        deque(map(dict.pop, attributes, repeat("set_"), repeat(None)), maxlen=0)
+        _run_all(map(dict.pop, attributes, repeat("set_"), repeat(None)))
 
     def take_replaced(self) -> None:
         """Keep values that users set by ``param.data = value`` while shards are shown."""
         have_changed = [storage.take_replaced() for storage in self.storages]
-        if True in have_changed:
+        if any(have_changed):
             self._find_memory()
 
     # These run several times a step for each unit, so the loops over the parameters stay in C.
 
     def _show_whole(self, values: Sequence[Tensor]) -> None:
         with _no_modes():
-            deque(map(setattr, self._parts, repeat("__class__"), self._classes), maxlen=0)
-            deque(map(setattr, self._params, repeat("data"), values), maxlen=0)
+            _run_all(map(setattr, self._parts, repeat("__class__"), self._classes))
+            _run_all(map(setattr, self._params, repeat("data"), values))
 
     def _show_shards(self) -> None:
         with _no_modes():
-            deque(map(setattr, self._params, repeat("data"), self._shards), maxlen=0)
-            deque(
-                map(setattr, self._parts, repeat("__class__"), repeat(ShardedParameter)), maxlen=0
-            )
+            _run_all(map(setattr, self._params, repeat("data"), self._shards))
+            _run_all(map(setattr, self._parts, repeat("__class__"), repeat(ShardedParameter)))
 
     def _enter(self, new: UnitState) -> None:
         if new not in _NEXT[self.state]:
@@ -254,16 +257,12 @@ class Unit:
             )
         self.state = new
 
-    def _launched(self, event: str) -> None:
-        self.num_unshards += 1
-        self._report(event)
-
     def _report(self, event: str) -> None:
         """Count the bytes of unsharded parameters, and emit an event."""
         before, self._unsharded_nbytes = self._unsharded_nbytes, 0
         for storage in self.storages:
             self._unsharded_nbytes += storage.unsharded_nbytes
-        self.unsharded_bytes.add(self._unsharded_nbytes - before)
+        self.memory.add(self._unsharded_nbytes - before)
         if events.listening():
             nbytes = sum(
                 storage.layout.numel * storage.compute_dtype.itemsize for storage in self.storages
@@ -282,9 +281,9 @@ class Unit:
         now = self.versions()
         if now == before:
             return None
-        members = (member for storage in self.storages for member in storage.members)
-        has_changed = map(ne, zip(*before, strict=True), zip(*now, strict=True))
-        return next(compress(members, has_changed)).name
+        names = [member.name for storage in self.storages for member in storage.members]
+        pairs = zip(zip(*before, strict=True), zip(*now, strict=True), strict=True)
+        return next(name for name, (old, new) in zip(names, pairs, strict=True) if old != new)
 
     def check_unwritten(self, before: ParameterVersions) -> None:
         """Refuse a forward that wrote into a parameter; ``before`` has the versions before it."""
@@ -302,20 +301,19 @@ class Unit:
             "model.full_parameters(writeback=True):`, or name its module in ignored="
         )
 
-    def sums(self) -> Tensor | None:
+    def bit_sums(self) -> Tensor | None:
         """A sum of the bits of each unsharded parameter that a forward may not write; 1D."""
         values = [tensor for storage in self.losing_writes for tensor in storage.unsharded]
         return torch.stack([sum_of_bits(tensor) for tensor in values]) if values else None
 
-    def check_sums(self, before: Tensor | None) -> None:
-        """Refuse a forward that has changed ``sums()``, which were ``before``."""
-        now = None if before is None else self.sums()
-        if before is None or now is None or torch.equal(now, before):
+    def check_bit_sums(self, before: Tensor | None) -> None:
+        """Raise if a parameter's bits differ from ``before``, which ``bit_sums`` has returned."""
+        if before is None or (now := self.bit_sums()) is None or torch.equal(now, before):
             return
         members = [member for storage in self.losing_writes for member in storage.members]
         raise self.refusal(members[int((now != before).nonzero()[0])].name)
 
-    def check_not_inside(self, tensor: Tensor) -> None:
+    def check_output(self, tensor: Tensor) -> None:
         """Refuse an output of a forward that is a view of unsharded parameters, which are freed."""
         if not tensor.numel():
             return

@@ -166,7 +166,7 @@ def memory_of(
         gradients=gradients,
         slots=sum(slot.nbytes for slot in slots),
         optimizer=None if optimizer is None else state_nbytes(optimizer),
-        peak_gathered=max([gathered, *(unit.unsharded_bytes.peak for unit in units)]),
+        peak_gathered=max([gathered, *(unit.memory.peak for unit in units)]),
         peak_gradients=gradients + reducer.peak_nbytes,
         saved=everything - shards + trainable - gradients,
         offloaded=sum(storage.host_nbytes for storage in storages)

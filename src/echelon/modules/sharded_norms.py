@@ -38,10 +38,8 @@ from echelon.modules.sharded_tensor import (
     whole_shape,
 )
 from echelon.modules.stage_gradients import (
-    STAGE_RULES,
     JoinedStages,
     StageGradient,
-    norm_of_stages,
     number_of_stage,
     refuse_joined,
 )
@@ -85,7 +83,7 @@ class _PendingNorms(Tensor):
     def check_all_stages(self) -> None:
         """Refuse a norm of the gradients of this rank's stages only."""
         if any(sharding is not None and sharding.is_staged for sharding in self._shardings):
-            raise norm_of_stages()
+            refuse_joined("the norm")
 
 
 def mark_stage_gradients(params: Iterable[nn.Parameter]) -> None:
@@ -151,10 +149,10 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     sharding = _sharding_of(tensor)
     if sharding is None:
         return call_plain(func, args, kwargs)
-    if isinstance(tensor, JoinedStages) or (sharding.pieces and sharding.is_staged):
+    if sharding.pieces and sharding.is_staged:
         refuse_joined("a norm")
     if in_clip and sharding.is_staged:
-        raise norm_of_stages()
+        refuse_joined("the norm")
     if sharding.group is None:  # a full gradient of a stage
         norm = call_plain(func, args, kwargs)
         return norm if norm.dim() else _pending(norm, 2.0, (sharding,))
@@ -187,7 +185,7 @@ def _foreach_norm(
     shardings = [_sharding_of(tensor) for tensor in tensors]
     staged = [sharding for sharding in shardings if sharding is not None and sharding.is_staged]
     if staged and is_called_by(_CLIP):
-        raise norm_of_stages()
+        refuse_joined("the norm")
     order, dtype = _order_of(func, args, kwargs), kwargs.get("dtype")
 
     def compute() -> list[Tensor]:
@@ -299,4 +297,3 @@ NORMS: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
 }
-STAGE_RULES |= NORMS

@@ -28,7 +28,7 @@ from echelon.modules.sharded_tensor import (
     sharding_of,
     unmarked,
 )
-from echelon.modules.stage_gradients import finite_in_stages, number_of_stage, refuse_joined
+from echelon.modules.stage_gradients import number_of_stage, refuse_joined, refuse_torch_scaler
 
 _SUMS = ("sum", "nansum", "prod", "mean")  # whose results have the dtype of the tensor
 _LABEL = "values of a sharded tensor, which all ranks take"
@@ -266,7 +266,7 @@ def non_finite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     """``GradScaler``'s check: all ranks find what one finds. All ranks call it."""
     gradients, flag = args[0], args[1]
     if any(sharding_of(part).is_staged for part in parts_in(gradients)):
-        raise finite_in_stages()
+        refuse_torch_scaler()
     result = call_plain(func, args, kwargs)
     groups = {}
     for part in parts_in(gradients):

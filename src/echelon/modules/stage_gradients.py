@@ -1,9 +1,16 @@
 """Gradients of the stages of one rank of a pipeline, and numbers of them.
 
 Other ranks have the gradients of other stages. A number of one gradient, such as its norm or its
-largest magnitude, is that of the plain model. The sum of such numbers is a number of this rank's
-stages alone, and a rank that clips by it clips by another number than the others. So the numbers
-say that they are numbers of one gradient, also as Python's, and adding or comparing two is refused.
+largest magnitude, is that of the plain model. The sum of such numbers is one of this rank's stages
+alone, and a rank that clips by it clips by another number than the others. So what is computed from
+a gradient remembers its parameter: adding or comparing numbers of two parameters is refused, and so
+is a number of a tensor in which gradients of two are joined or added.
+
+[Note: what is not refused]
+``item()`` and ``float()`` give plain numbers of Python, whose sums nobody sees. Differences, ratios
+and products of two gradients pass: they are also those of one parameter in two models. So do sums
+of elements that are taken from a joined tensor, and gradients that are copied one by one into
+slices of a plain tensor.
 """
 
 from __future__ import annotations
@@ -17,17 +24,18 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
 from echelon.errors import UnsupportedError
-from echelon.modules.sharded_arithmetic import functions
-from echelon.modules.sharded_tensor import Rule, call_plain, name_of, unmarked
-
-_INSTEAD = "call ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures"
-
-# By function of torch; ``sharded_norms`` adds those of norms.
-STAGE_RULES: dict[Callable[..., Any], Rule] = {}
+from echelon.modules.memory_writes import tensors_in
+from echelon.modules.sharded_arithmetic import functions, is_called_by
+from echelon.modules.sharded_tensor import call_plain, name_of, unmarked
 
 
-class _IsOfAStage(Tensor):
-    """What the classes have in common: copies and files have plain tensors."""
+class _OfAStage(Tensor):
+    """What the classes have in common: copies and files have plain tensors.
+
+    ``_source`` is the id of the parameter of whose gradient it is; that of one of several.
+    """
+
+    _source: int | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return unmarked(self).__reduce_ex__(protocol)
@@ -35,15 +43,6 @@ class _IsOfAStage(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(unmarked(self), memo)
 
-
-class StageGradient(_IsOfAStage):
-    """A whole gradient of a stage of a pipeline; other ranks have those of other stages.
-
-    ``_source`` is the id of its parameter, where that is known.
-    """
-
-    _source: int | None = None
-
     @classmethod
     def __torch_function__(
         cls,
@@ -52,178 +51,138 @@ class StageGradient(_IsOfAStage):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not all(issubclass(kind, _IsOfAStage) for kind in types):
+        # Functions of torch that are written in Python also name the class of plain tensors.
+        if not all(kind is Tensor or issubclass(kind, _OfAStage) for kind in types):
             return NotImplemented  # the rules of parts, and of norms, know what to do
-        rule = STAGE_RULES.get(func, _derived)
-        if {JoinedStages, StageNumber}.issubset(types) and func not in _OVERWRITING:
-            refuse_joined(f"{name_of(func)}()")
-        named = dict(kwargs or {})
-        return rule(func, args or (named.pop(next(iter(named))),), named)
+        if func in _NORMS and is_called_by("torch.nn.utils.clip_grad"):
+            refuse_joined("the norm")  # even of one: other ranks may have several
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            refuse_torch_scaler()
+        return _call(func, args, kwargs or {})
+
+
+class StageGradient(_OfAStage):
+    """A whole gradient of a stage of a pipeline, or a tensor that was computed from one."""
 
 
 class JoinedStages(StageGradient):
-    """Several gradients of stages, or numbers of them, in one tensor."""
+    """Gradients of several parameters, or numbers of them, in one tensor."""
 
 
-class StageNumber(_IsOfAStage):
-    """A number of one gradient of a stage, that of the parameter with the id ``_source``."""
-
-    _source: int | None = None
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = kwargs or {}
-        if any(kind is not cls for kind in types):
-            return NotImplemented  # the rules of gradients, and of their norms, know what to do
-        if func in _JOINING:
-            return _joined(func, args, named)
-        numbers = [v for v in (*args, *named.values()) if isinstance(v, StageNumber)]
-        if func in _ADDING:  # ratios and products are also those of gradients of two models
-            _check_one_source(numbers)
-        result = call_plain(func, args, named)
-        if func is Tensor.__setitem__ or func.__name__.endswith("_"):
-            _mark_written(args[0])
-        return number_of_stage(result, _source_of(numbers))
+class StageNumber(_OfAStage):
+    """A number of one gradient of a stage."""
 
 
 def number_of_stage(value: Any, source: int | None) -> Any:
     """Mark a floating-point number of one gradient of a stage; other values stay as they are."""
     if type(value) is Tensor and value.numel() == 1 and value.is_floating_point():
-        value.__class__ = StageNumber  # in place: it may be what a script adds to
-        cast(StageNumber, value)._source = source
+        _mark(value, StageNumber, source)
     return value
-
-
-def _mark_written(target: Tensor) -> None:
-    """Mark a plain tensor, and that of which it is a view, into which a number was written."""
-    with DisableTorchFunctionSubclass():
-        for written in (target, target._base):
-            if type(written) is Tensor and written.numel() > 1:
-                written.__class__ = JoinedStages
-
-
-def _source_of(numbers: Sequence[Any]) -> int | None:
-    """The parameter of whose gradient all of these are; None if that is not known."""
-    sources = {number._source for number in numbers}
-    return sources.pop() if len(sources) == 1 else None
-
-
-def _check_one_source(numbers: Sequence[StageNumber]) -> None:
-    if len(numbers) > 1 and _source_of(numbers) is None:
-        raise UnsupportedError(
-            "a sum or a comparison of numbers of two gradients, of which this rank has only those "
-            "of its stages, is not that of the model, and every rank would go on with another "
-            f"one: {_INSTEAD}. ec.local_shard(parameter.grad) is a plain tensor, for sums of this "
-            "rank's stages alone"
-        )
 
 
 def refuse_joined(what: str) -> NoReturn:
     """Raise the error for a number of several gradients of this rank's stages."""
     raise UnsupportedError(
-        f"{what} of a tensor with several gradients, of which this rank has only those of its "
-        f"stages: {_INSTEAD}"
+        f"{what} of several gradients, of which this rank has only those of its stages, is not "
+        "that of the model, and every rank would go on with another one: call "
+        "ec.clip_grad_norm_(model, max_norm) on all ranks; with math.inf it only measures. "
+        "ec.local_shard(parameter.grad) is a plain tensor, for sums of this rank's stages alone"
     )
 
 
-def norm_of_stages() -> UnsupportedError:
-    """The error for the norm of all gradients of this rank's stages."""
-    return UnsupportedError(
-        "the norm of the gradients of this rank's stages is not that of the model, and every rank "
-        f"would clip by another number: {_INSTEAD}"
-    )
-
-
-def finite_in_stages() -> UnsupportedError:
-    """The error for a check by torch's ``GradScaler`` of the gradients of this rank's stages."""
-    return UnsupportedError(
+def refuse_torch_scaler() -> NoReturn:
+    """Raise the error for the check of ``GradScaler``, which asks only about this rank's stages."""
+    raise UnsupportedError(
         "torch's GradScaler looks at the gradients of this rank's stages only, so one rank of the "
         "pipeline would step and another skip: take ec.GradScaler, or ec.FiniteGuard, which ask "
         "all ranks"
     )
 
 
-# Rules ---------------------------------------------------------------------------------------
+# Calls ---------------------------------------------------------------------------------------
 
 
-def _marked_again(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result, marked if it is a new tensor of the size of the gradient of a stage."""
-    result = call_plain(func, args, kwargs)
-    if type(result) is Tensor:
-        marked = _gradients_in(args)
-        if result.numel() in {gradient.numel() for gradient in marked}:
-            joined = any(isinstance(gradient, JoinedStages) for gradient in marked)
-            result.__class__ = JoinedStages if joined else StageGradient
-            cast(StageGradient, result)._source = _source_of(marked)
-    return result
-
-
-def _item(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A part of a gradient, or one of several numbers, which more may be added to."""
-    result = call_plain(func, args, kwargs)
-    if type(result) is Tensor and isinstance(args[0], JoinedStages):
-        result.__class__ = JoinedStages
-    return result
-
-
-def _derived(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of any other function, which may be a number of the gradient."""
-    result = _marked_again(func, args, kwargs)
-    is_number = type(result) is Tensor and result.numel() == 1 and result.is_floating_point()
-    return _number(func, args, result) if is_number else result
-
-
-def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Several gradients of stages, or numbers of them, in one tensor."""
-    result = call_plain(func, args, kwargs)
-    if type(result) is Tensor:  # and not written into a tensor that was given
-        result.__class__ = JoinedStages if len(args[0]) > 1 else StageGradient
-        source = getattr(args[0][0], "_source", None) if len(args[0]) == 1 else None
-        cast(StageGradient, result)._source = source
-    return result
-
-
-def _reduced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A number of one gradient."""
-    result = call_plain(func, args, kwargs)
-    if not isinstance(result, Tensor) or result.dim():
-        return result
-    return _number(func, args, result)
-
-
-def _number(func: Callable[..., Any], args: Sequence[Any], result: Tensor) -> Any:
-    gradients = _gradients_in(args)
-    if any(isinstance(gradient, JoinedStages) for gradient in gradients):
+def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a function of torch, in which tensors are marked."""
+    given = list(tensors_in((args, kwargs)))
+    has_numbers = any(isinstance(tensor, StageNumber) for tensor in given)
+    if has_numbers and func in _ADDING and _joins(func, given):
         refuse_joined(f"{name_of(func)}()")
-    return number_of_stage(result, _source_of(gradients))
+    result = call_plain(func, args, kwargs)
+    if func in _WRITING:
+        _mark_written(func, given)
+    elif name_of(func).startswith("_foreach_"):
+        for i, tensor in enumerate(result or ()):
+            of_it = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
+            _mark_new(func, tensor, list(tensors_in(of_it)))
+    elif name_of(func) != "_base":  # an attribute that is no new tensor
+        for tensor in tensors_in(result):
+            _mark_new(func, tensor, given)
+    return result
 
 
-def _scaled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``GradScaler``'s check, which says nothing of the gradients of other stages."""
-    raise finite_in_stages()
+def _joins(func: Callable[..., Any], given: Sequence[Tensor]) -> bool:
+    """Whether the result is of several gradients."""
+    marked = [tensor for tensor in given if isinstance(tensor, _OfAStage)]
+    if any(isinstance(tensor, JoinedStages) for tensor in marked):
+        return True
+    if func in _JOINING and any(isinstance(tensor, StageNumber) for tensor in marked):
+        return True  # of one, too: a vector of norms is made to take their norm
+    may_join = func in _ADDING or func in _JOINING or func is Tensor.__setitem__
+    return may_join and len({tensor._source for tensor in marked}) > 1
 
 
-def _gradients_in(args: Sequence[Any]) -> list[StageGradient]:
-    return [gradient for gradient in args if isinstance(gradient, StageGradient)]
+def _mark_new(func: Callable[..., Any], result: Tensor, given: Sequence[Tensor]) -> None:
+    """Mark a tensor that a function has made."""
+    marked = [tensor for tensor in given if isinstance(tensor, _OfAStage)]
+    if not marked or type(result) is not Tensor or any(result is tensor for tensor in given):
+        return
+    if not (result.is_floating_point() or result.is_complex()):
+        return
+    gradients = [tensor for tensor in marked if isinstance(tensor, StageGradient)]
+    source, joins = (gradients or marked)[0]._source, _joins(func, given)
+    shrinks = func in _REDUCING or all(gradient.numel() > 1 for gradient in gradients)
+    if result.numel() == 1 and shrinks and not (joins and func in _TAKING):
+        if joins:
+            refuse_joined(f"{name_of(func)}()")
+        _mark(result, StageNumber, source)
+    elif gradients or joins:  # a number times a plain tensor stays plain
+        _mark(result, JoinedStages if joins else StageGradient, source)
 
 
-_KEEPING = (
-    *functions("detach to float double half bfloat16 cpu contiguous", Tensor),
-    *functions("view reshape flatten ravel view_as reshape_as", Tensor),
-    *functions("mul multiply div divide true_divide add sub subtract neg negative"),
-    *functions("abs absolute square pow sqrt clamp nan_to_num sign where lerp"),
-    *functions("__mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __rsub__ __neg__", Tensor),
-    *functions("__pow__ __abs__", Tensor),
-    Tensor.data.__get__,  # type: ignore[attr-defined]
+def _mark_written(func: Callable[..., Any], given: Sequence[Tensor]) -> None:
+    """Mark the first of these tensors, into which a gradient or a number was written.
+
+    With a number, that of which it is a view is marked, too: ``norms[i].copy_(norm)``.
+    """
+    target, joins = given[0], _joins(func, given)
+    marked = [tensor for tensor in given if isinstance(tensor, _OfAStage)]
+    gradients = [tensor for tensor in marked if isinstance(tensor, StageGradient)]
+    if gradients:
+        if type(target) is Tensor or (joins and isinstance(target, StageGradient)):
+            _mark(target, JoinedStages if joins else StageGradient, gradients[0]._source)
+        return
+    with DisableTorchFunctionSubclass():
+        base = target._base
+    for written in (target, base):
+        if type(written) is Tensor:
+            _mark(written, JoinedStages if written.numel() > 1 else StageNumber, marked[0]._source)
+
+
+def _mark(tensor: Tensor, kind: type[_OfAStage], source: int | None) -> None:
+    tensor.__class__ = kind  # in place: it may be what a script adds to
+    cast(_OfAStage, tensor)._source = source
+
+
+_NORMS = frozenset(
+    (
+        *functions("norm", torch, torch.functional, torch.linalg, Tensor),
+        torch.linalg.vector_norm,
+        torch._foreach_norm,
+    )
 )
-_OVERWRITING = frozenset((*functions("copy_ fill_", Tensor), Tensor.__setitem__))
-_JOINING = frozenset(functions("cat concat concatenate stack hstack", torch))
+_JOINING = frozenset(functions("cat concat concatenate stack hstack vstack", torch))
+# Differences, ratios and products are also those of the gradients of two models.
 _ADDING = frozenset(
     (
         *functions("add add_ maximum minimum fmax fmin max min hypot hypot_ logaddexp logaddexp2"),
@@ -231,11 +190,15 @@ _ADDING = frozenset(
         *functions("__add__ __radd__ __iadd__ __lt__ __le__ __gt__ __ge__", Tensor),
     )
 )
-STAGE_RULES |= {
-    **dict.fromkeys(_JOINING, _joined),
-    **dict.fromkeys(_KEEPING, _marked_again),
-    **dict.fromkeys(functions("clone"), _marked_again),
-    Tensor.__getitem__: _item,
-    **dict.fromkeys(functions("sum nansum mean prod max min amax amin std var dot vdot"), _reduced),
-    torch._amp_foreach_non_finite_check_and_unscale_: _scaled,
-}
+_REDUCING = frozenset(functions("sum nansum mean prod max min amax amin std var dot vdot"))
+_TAKING = frozenset(
+    functions(
+        "__getitem__ select unbind chunk split tensor_split narrow index_select masked_select take"
+    )
+)
+_WRITING = frozenset(
+    functions(
+        "__setitem__ __iadd__ __isub__ copy_ fill_ add_ sub_ lerp_ addcmul_ addcdiv_ hypot_ "
+        "masked_fill_ masked_scatter_ index_fill_ index_copy_ index_add_ index_put_ scatter_"
+    )
+)
