@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from echelon.comm.world import World
 from echelon.errors import CheckpointError
 from echelon.process import atomic_files
 from tests.checkpoint.disks import Act, Call, Disk
+from tests.checkpoint.stores import store
+
+__all__ = ["store"]  # a fixture
 
 SAVES = {"save": ec.save, "async_save": ec.async_save}
 
@@ -195,6 +199,25 @@ def test_a_file_system_without_an_exchange_refuses_to_overwrite_and_loses_nothin
     assert {path.name for path in tmp_path.iterdir()} == {
         ".lock", "step-000000001", "step-000000002"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("overwrite", "which"), [(False, "an older"), (True, "a later")])
+def test_a_store_that_removes_no_step_is_an_error_that_says_that_the_new_one_is_saved(
+    store: str, monkeypatch: pytest.MonkeyPatch, overwrite: bool, which: str
+) -> None:
+    for step in (1, 3):
+        ec.save(store, step=step, value=step)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "rm_file", refuse)
+    with pytest.raises(CheckpointError, match="Access Denied") as info:
+        ec.save(store, step=2, value=2, keep=1, overwrite=overwrite)
+    words = f"{store}/step-000000002: is saved; but {which} step could not be removed"
+    assert words in str(info.value)
+    assert info.value.errno == errno.EACCES
+    assert ec.load(store, step=2).values == {"value": 2}
 
 
 def prepares(world: World, folder: str, after: int | None) -> str:

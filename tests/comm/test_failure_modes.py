@@ -258,4 +258,4 @@ def waits_for_one_that_left(world: ec.World) -> None:
 def test_a_message_that_never_comes_is_an_error_as_soon_as_its_sender_has_left(kind, error) -> None:
     with pytest.raises(error, match="rank 1 returned") as info:
         ec.run(waits_for_one_that_left, 2, kind, timeout=30.0)
-    assert "recv float32[5] root=1 of 'tag 9'" in str(info.value)
+    assert "recv float32[5] peer=1 tag 9" in str(info.value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,8 +107,16 @@ def test_rows_are_exchanged_as_elements_of_lengths_that_the_transport_checks() -
 
 
 def test_a_part_is_reduced_into_a_buffer_where_peers_may_still_read_the_output() -> None:
-    input, elsewhere = torch.arange(6.0), torch.zeros(2)
-    for output, is_direct in ((elsewhere, True), (input[2:4], True), (input[0:2], False)):
+    memory = np.arange(8, dtype=np.float32)
+    input, beside = torch.from_numpy(memory).split([6, 2])
+    same_memory = torch.from_numpy(memory[4:6])  # in a storage of its own
+    for output, is_direct in (
+        (torch.zeros(2), True),
+        (beside, True),
+        (input[2:4], True),
+        (input[0:2], False),
+        (same_memory, False),
+    ):
         operation = ReduceScatter(output, input, [2, 2, 2], "sum")
         target = operation.target(RANK)
         assert (target.data_ptr() == output.data_ptr()) is is_direct
@@ -132,7 +141,7 @@ def test_all_ranks_agree_on_what_signatures_say_and_lengths_of_an_exchange_may_d
         "all_to_all_single float32[]": primitives.all_to_all_single(
             ARGUMENTS, torch.zeros(3), torch.ones(3), None, None, None
         ),
-        "send float32[6] root=0 of 'tag 4'": primitives.send(ARGUMENTS, tensor, 0, 4),
+        "send float32[6] peer=0 tag 4": primitives.send(ARGUMENTS, tensor, 0, 4),
     }
     assert [str(signature) for signature, _, _ in texts.values()] == list(texts)
 

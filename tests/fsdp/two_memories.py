@@ -90,22 +90,24 @@ class _Apart(streams.PlainDevice):
         return tensor
 
 
-def _check(self: Arguments, op: str, read: Any = (), written: Any = ()) -> torch.dtype:
+def _check(
+    self: Arguments, op: str, label: object, read: Any = (), written: Any = ()
+) -> torch.dtype:
     memories: Memories | None = getattr(_here, "memories", None)
     for tensor in (*read, *written):
         host = memories is not None and tensor.numel() > 1 and memories.is_host(tensor)
         assert not host, f"{op} of a tensor on the host"
-    return _plain_check(self, op, read, written)
+    return _plain_check(self, op, label, read, written)
 
 
-_plain_check = Arguments.check_tensors
+_plain_check = Arguments.check_call
 
 
 def separate(patch: pytest.MonkeyPatch | None = None) -> None:
     """Make offloaded state lie in another memory; for good, or as long as ``patch`` does."""
     patch = pytest.MonkeyPatch() if patch is None else patch
     patch.setitem(streams.kinds, "cpu", _Apart)
-    patch.setattr(Arguments, "check_tensors", _check)
+    patch.setattr(Arguments, "check_call", _check)
 
 
 @contextmanager

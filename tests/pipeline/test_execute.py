@@ -1,5 +1,7 @@
 """Actions run in the order of the schedule, and every rank hears of a step that fails."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import echelon as ec
 from echelon.comm.world import World
 from echelon.errors import ArgumentError, StageError
 from echelon.launch.run import enter, entered
+from echelon.pipeline.stage import Stage
 from tests.pipeline.models import CLOSE, Alive, Counted, batch, build, each, mse, pipeline
 from tests.worlds import KINDS, NCCL_RULES, run_world
 
@@ -200,6 +203,27 @@ def test_an_error_of_a_stage_lists_its_last_20_actions() -> None:
     assert {"1F10", "1B10"} <= {*listed}
     assert "1F0" not in listed
     assert (info.value.stage, info.value.microbatch) == (1, 11)
+
+
+def test_a_step_after_which_a_slot_is_not_empty_fails_and_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Stage, "num_alive", 1)  # the stage says that it holds a microbatch
+
+    def main(world: World) -> bool:
+        targets: list[weakref.ref[Tensor]] = []
+
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            targets.append(weakref.ref(target))
+            return mse(output, target)
+
+        pipe = ec.Pipeline([nn.Linear(2, 2)], world.group, microbatches=2, loss_fn=loss_fn)
+        with pytest.raises(AssertionError):
+            pipe.step(X, target=Y)
+        gc.collect()
+        return [target() for target in targets] == [None, None]
+
+    assert ec.run(main, 1) == [True]
 
 
 # --- the order of actions ------------------------------------------------------------------------

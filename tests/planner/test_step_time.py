@@ -51,7 +51,7 @@ def test_the_ranks_of_tp_send_their_parts_of_a_message_and_gather_it() -> None:
 
 
 def test_gradients_that_overlap_are_reduced_in_buckets_with_a_latency_each() -> None:
-    rates = replace(STACK.rates, latency_s=1e-3)
+    rates = replace(STACK.rates, contention=0.5)
     place, layout = cluster(1, 8), Layout(dp=2)
     quick, slow = (
         step_time(MODEL, layout, place, replace(STACK, rates=replace(rates, latency_s=latency)))
@@ -59,8 +59,28 @@ def test_gradients_that_overlap_are_reduced_in_buckets_with_a_latency_each() -> 
     )
     elements = MODEL.layers * MODEL.block_parameters + MODEL.embedding_parameters
     buckets = -(-2 * elements // 25_000_000)
-    latency = 2 * 1e-9 * (1 + 0.2) * buckets
-    assert slow.reduce - quick.reduce == pytest.approx(latency / 10, rel=1e-3)
+    latency = 2 * 1e-9 * (1 + 0.2)
+    contended = 0.5 * (buckets - 1)  # those that the backward hides
+    assert slow.reduce - quick.reduce == pytest.approx(latency * (1 + contended), rel=1e-3)
+
+
+def test_the_only_bucket_is_reduced_after_the_backward() -> None:
+    place, layout = cluster(2, 8), Layout(tp=8, dp=2)
+    overlaps, alone = (
+        step_time(MODEL, layout, place, replace(STACK, overlaps_reduction=overlaps)).reduce
+        for overlaps in (True, False)
+    )
+    assert overlaps == alone > 0
+
+
+def test_the_optimizer_is_that_of_the_rank_with_the_slowest_stages() -> None:
+    blocks = [5, 3]
+    timer = LayoutTimer(replace(MODEL, layers=8), cluster(1, 8), STACK)
+    layout = Layout(pp=2, microbatches=2)
+    head = timer.head(layout).total / timer.block(layout, timer.rings(layout)).total
+    assert head > 2  # blocks, so the rank that has the head is slower
+    elements = 3 * MODEL.block_parameters + MODEL.embedding_parameters
+    assert timer.step_time(layout, blocks).optimizer == pytest.approx(42 * elements / 1e12)
 
 
 def test_a_slower_network_is_never_faster() -> None:

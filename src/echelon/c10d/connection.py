@@ -15,8 +15,8 @@ from echelon.c10d import simulated_rank
 from echelon.c10d.process_watch import begin, process_watch
 from echelon.c10d.simulated_store import hub_of, wait_for_members
 from echelon.comm.group import Group
+from echelon.comm.threads.clocks import Clocks
 from echelon.comm.threads.group import ThreadGroup
-from echelon.comm.threads.turns import Turns
 from echelon.diagnosis.collective_call import CallSignature
 from echelon.diagnosis.flight_recorder import Phase
 from echelon.errors import ArgumentError, CommTimeout
@@ -200,13 +200,13 @@ def _connect_threads(
         close=partial(_leave_group, group),
         is_simulated=True,
         batch=group.batch,
-        clock=partial(_clock, group.thread_world.order, world.rank),
+        clock=partial(_clock, group.thread_world.order.clocks, world.rank),
     )
 
 
-def _clock(order: Turns, rank: int) -> float:
+def _clock(clocks: Clocks, rank: int) -> float:
     """The clock of a rank, which does not run while it waits and no other rank can run."""
-    return 1e-9 * (order.clock(rank) + order.idle_ns())
+    return 1e-9 * (clocks.read(rank) + clocks.idle_ns())
 
 
 def _leave_group(group: ThreadGroup, failure: str | None) -> None:

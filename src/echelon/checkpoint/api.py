@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from torch import nn
@@ -21,7 +22,7 @@ from echelon.checkpoint.loading import (
 )
 from echelon.checkpoint.place import Folder, place_of, storage_of
 from echelon.checkpoint.records import MAX_STEP, step_name
-from echelon.checkpoint.saving import SaveOptions, Saving, SkippedSave, check_run
+from echelon.checkpoint.saving import UNDER_WAY, SaveOptions, Saving, SkippedSave
 from echelon.checkpoint.step_storage import Place
 from echelon.checkpoint.tried_steps import TriedSteps
 from echelon.comm.group import Group
@@ -316,10 +317,31 @@ def prepare_run(
 
     def look() -> None:
         if is_first:
-            check_run(root, -1 if after is None else after)
+            _check_run(root, -1 if after is None else after)
 
     coordinator.run_on_all("a run to prepare", look, request)
     return root
+
+
+def _check_run(root: Place, after: int) -> None:
+    """Raise now what the first save of a resumed training would raise."""
+    storage = storage_of(root)
+    with ExitStack() as lock:
+        try:
+            storage.prepare(root, lock)
+        except BlockingIOError as error:
+            raise CheckpointError(UNDER_WAY, root) from error
+        storage.check_writer(root, None)
+        later = [step for step in storage.steps(root) if step > after]
+    if later:
+        steps = f"step {later[0]}" if len(later) == 1 else f"{len(later)} steps, up to {later[-1]}"
+        begins = "begins" if after < 0 else f"goes on after step {after}"
+        raise CheckpointError(
+            f"this training {begins}, and the folder has {steps} already, which its saves would "
+            "come to again: go on from there by ec.load, take another folder, or save with "
+            "overwrite=True and leave prepare_run out",
+            root,
+        )
 
 
 def _sorted_items(

@@ -16,9 +16,9 @@ with [4]: raised at once, it would leave the other ranks waiting.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import final
 
@@ -40,6 +40,10 @@ from echelon.comm.group import Group
 from echelon.errors import CheckpointError
 from echelon.version import __version__
 
+UNDER_WAY = (
+    "another save into this folder is under way: wait for it, or give each job a folder of its own"
+)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,21 @@ class SaveOptions:
     keep: int | None = None
     overwrite: bool = False
     writer: str | None = None
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a rank writes.
+
+    Attributes:
+        items: into its file.
+        kinds: of all sections, by name.
+        facts: of sections, by name; only those that differ from rank 0's, which has all of its own.
+    """
+
+    items: list[WriteItem] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Json] = field(default_factory=dict)
 
 
 @final
@@ -74,10 +93,7 @@ class Saving:
         self._lock = ExitStack()  # holds the lock of the folder, on rank 0
         self._temporary: Place | None = None
         self._replaced = Replaced.NOTHING
-        self._sections: dict[str, Section] = {}
-        self._items: list[WriteItem] = []
-        self._facts: dict[str, Json] = {}
-        self._kinds: dict[str, str] = {}
+        self._plan = _Plan()
         self._error: Exception | None = None  # of this rank, which is reported with [4]
 
     def begin(self, call: str, items: CheckpointItems, *, rng: bool) -> None:
@@ -102,23 +118,27 @@ class Saving:
             "names": items.names,
             "kinds": items.kinds,
         }
+        sections: dict[str, Section] = {}
+
+        def describe() -> Json:
+            sections.update(items.sections(rng=rng))
+            return self._describe(sections)
+
         try:
-            describe = partial(self._describe, items, rng)
             reports = self._coordinator.run_on_all("a request to save", describe, request)
             self._temporary = self._root / reports[0]["temporary"]
-            self.prepare(partial(self._plan, reports))
+            self.prepare(partial(self._make_plan, sections, reports))
         except BaseException:
             self.abandon()
             raise
 
-    def _describe(self, items: CheckpointItems, rng: bool) -> Json:
-        """List what this rank saves; digests of it, by which ranks see what they hold alike."""
-        self._sections = items.sections(rng=rng)
+    def _describe(self, sections: Mapping[str, Section]) -> Json:
+        """The digests of what this rank saves, by which ranks see what they hold in common."""
         per_rank: dict[str, str] = {}
-        for section in self._sections.values():
+        for section in sections.values():
             per_rank |= section.per_rank_digests(self._coordinator.rank)
         return {
-            "facts": {name: section.digest() for name, section in self._sections.items()},
+            "facts": {name: section.digest() for name, section in sections.items()},
             "per_rank": per_rank,
             "temporary": self._make_folder() if self._coordinator.rank == 0 else None,
         }
@@ -130,24 +150,23 @@ class Saving:
         except Exception as error:
             self._error = self._error or error
 
-    def _plan(self, reports: Sequence[Json]) -> None:
+    def _make_plan(self, sections: Mapping[str, Section], reports: Sequence[Json]) -> None:
         rank = self._coordinator.rank
-        sections, self._sections = self._sections, {}
-        self._items = plan_writes(sections, [report["per_rank"] for report in reports], rank)
-        self._kinds = {name: section.kind for name, section in sections.items()}
-        for name, section in sections.items():
-            if rank == 0 or reports[rank]["facts"][name] != reports[0]["facts"][name]:
-                self._facts[name] = section.facts
+        self._plan = _Plan(
+            plan_writes(sections, [report["per_rank"] for report in reports], rank),
+            {name: section.kind for name, section in sections.items()},
+            {
+                name: section.facts
+                for name, section in sections.items()
+                if rank == 0 or reports[rank]["facts"][name] != reports[0]["facts"][name]
+            },
+        )
 
     def _make_folder(self) -> str:
         try:
             self._storage.prepare(self._root, self._lock)
         except BlockingIOError as error:
-            raise self._refusal(
-                "another save into this folder is under way: wait for it, or give each job a "
-                "folder of its own",
-                self._root,
-            ) from error
+            raise self._refusal(UNDER_WAY, self._root) from error
         self._storage.check_writer(self._root, self._options.writer)
         if self._options.overwrite:
             self._storage.check_later(self._root, self._step)
@@ -200,16 +219,16 @@ class Saving:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank writes, without the header."""
-        return sum(item.nbytes for item in self._items)
+        return sum(item.nbytes for item in self._plan.items)
 
     def replace_values(self, copies: Sequence[torch.Tensor]) -> None:
         """Write ``copies`` of ``values`` instead, in the same order."""
-        for item, copy in zip(self._items, copies, strict=True):
+        for item, copy in zip(self._plan.items, copies, strict=True):
             item.values = copy
 
     def values(self) -> list[torch.Tensor]:
         """What this rank writes. Each tensor is 1D, or a full one."""
-        return [item.values for item in self._items]
+        return [item.values for item in self._plan.items]
 
     def finish(self) -> Place:
         """[4] to [6]: write and commit, and return the folder of the step.
@@ -244,10 +263,10 @@ class Saving:
             raise self._error
         assert self._temporary is not None
         path = self._temporary / self._storage.file_name(self._coordinator.rank)
-        head = header([item.entry for item in self._items])
+        head = header([item.entry for item in self._plan.items])
         with self._storage.create(path) as file:
             head_checksum = file.write(memoryview(head))
-            for item in self._items:
+            for item in self._plan.items:
                 item.offset = file.nbytes
                 item.checksum = file.write(item.bytes())
         saved = SavedFile(
@@ -258,8 +277,8 @@ class Saving:
         )
         return {
             "file": asdict(saved),
-            "tensors": report_items(self._items),
-            "facts": self._facts,
+            "tensors": report_items(self._plan.items),
+            "facts": self._plan.facts,
             "threads": torch.get_num_threads(),
         }
 
@@ -267,8 +286,8 @@ class Saving:
         assert self._temporary is not None
         assert reports is not None
         sections = {}
-        for name, kind in self._kinds.items():
-            facts = [report["facts"].get(name, self._facts[name]) for report in reports]
+        for name, kind in self._plan.kinds.items():
+            facts = [report["facts"].get(name, self._plan.facts[name]) for report in reports]
             sections[name] = merge_sections(name, kind, dict(enumerate(facts)))
         manifest = Manifest(
             step=self._step,
@@ -282,16 +301,22 @@ class Saving:
         target, sizes = self.target, {file.name: file.nbytes for file in manifest.files}
         self._storage.commit(self._temporary, target, manifest.dump(), sizes, self._replaced)
         self._temporary = None
-        try:
-            if self._options.overwrite:
+        if self._options.overwrite:
+            with self._naming("a later"):
                 self._storage.remove_later(self._root, self._step)
-            if self._options.keep is not None:
+        if self._options.keep is not None:
+            with self._naming("an older"):
                 self._storage.prune(self._root, self._step, self._options.keep)
-        except OSError as error:
-            older = "a later" if self._options.keep is None else "an older"
+
+    @contextmanager
+    def _naming(self, which: str) -> Iterator[None]:
+        """Have an error of the body, which removes steps, say that this one is saved."""
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
             raise CheckpointError(
-                f"is saved; but {older} step could not be removed: {error}",
-                target,
+                f"is saved; but {which} step could not be removed: {error}",
+                self.target,
                 errno=error.errno,
             ) from error
 
@@ -310,31 +335,6 @@ class SkippedSave:
     def finish(self) -> Place:
         """The folder of the step."""
         return self.target
-
-
-def check_run(root: Place, after: int) -> None:
-    """Raise what the saves of a training would raise that goes on from a step.
-
-    Raises:
-        CheckpointError: there are later steps, or nothing can be saved there.
-    """
-    storage = storage_of(root)
-    with ExitStack() as lock:
-        try:
-            storage.prepare(root, lock)
-        except BlockingIOError as error:
-            raise CheckpointError("another save into this folder is under way", root) from error
-        storage.check_writer(root, None)
-        later = [step for step in storage.steps(root) if step > after]
-    if later:
-        steps = f"step {later[0]}" if len(later) == 1 else f"{len(later)} steps, up to {later[-1]}"
-        begins = "begins" if after < 0 else f"goes on after step {after}"
-        raise CheckpointError(
-            f"this training {begins}, and the folder has {steps} already, which its saves would "
-            "come to again: go on from there by ec.load, take another folder, or save with "
-            "overwrite=True and leave prepare_run out",
-            root,
-        )
 
 
 def _versions() -> dict[str, str]:

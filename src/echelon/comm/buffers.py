@@ -49,18 +49,17 @@ def disjoint_input(input: Tensor, outputs: Sequence[Tensor], in_place: int | Non
     ``in_place`` is the address of this rank's output. ``input`` may begin there, because it is
     overwritten with the same values.
     """
-    first, last = _span(input)
-    if first == in_place:
-        return input
-    for start, stop in map(_span, outputs):
-        if first < stop and start < last:
-            return input.clone()
+    if input.data_ptr() != in_place:
+        for output in outputs:
+            if overlap(input, output):
+                return input.clone()
     return input
 
 
-def _span(flat: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a 1D buffer, and of the first byte after it."""
-    return flat.data_ptr(), flat.data_ptr() + flat.nbytes
+def overlap(flat: Tensor, other: Tensor) -> bool:
+    """Whether two 1D buffers have memory in common."""
+    start, other_start = flat.data_ptr(), other.data_ptr()
+    return start < other_start + other.nbytes and other_start < start + flat.nbytes
 
 
 def is_expanded(tensor: Tensor) -> bool:

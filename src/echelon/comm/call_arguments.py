@@ -43,10 +43,16 @@ class Arguments:
         self.rank, self.size, self.device = rank, size, device
         self.on_host = device_of(device).is_host
 
-    def check_tensors(
-        self, op: str, read: Sequence[Tensor] = (), written: Sequence[Tensor] = ()
+    def check_call(
+        self,
+        op: str,
+        label: object,
+        read: Sequence[Tensor] = (),
+        written: Sequence[Tensor] = (),
     ) -> torch.dtype:
-        """Check all tensors of a call and return their common dtype."""
+        """Check the label and all tensors of a call, and return the common dtype of these."""
+        if label is not None:
+            self.check_label(label)
         dtype: torch.dtype | None = None
         for tensor in (*read, *written):
             if (
@@ -119,10 +125,12 @@ class Arguments:
                 f"{what} has {tensor.numel()} elements; it needs {meaning} = {numel}"
             )
 
-    def outputs_of_ranks(self, op: str, outputs: Sequence[Tensor], input: Tensor) -> None:
+    def outputs_of_ranks(
+        self, op: str, label: object, outputs: Sequence[Tensor], input: Tensor
+    ) -> None:
         """Check a list with one output for each rank, and the input of this rank."""
         _check_list(op, "outputs", outputs)
-        self.check_tensors(op, [input], outputs)
+        self.check_call(op, label, [input], outputs)
         if len(outputs) != self.size:
             raise ArgumentError(f"{op} got {len(outputs)} outputs for {self.size} ranks")
         self.check_numel(
@@ -215,6 +223,6 @@ class Arguments:
 
 
 def _check_list(op: str, what: str, tensors: object) -> None:
-    """Refuse anything but a list; ``check_tensors`` checks its items."""
+    """Refuse anything but a list; ``check_call`` checks its items."""
     if not isinstance(tensors, list | tuple):
         raise ArgumentError(f"{op}: {what} is {tensors!r:.80}; give a list of tensors, one a rank")

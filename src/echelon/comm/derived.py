@@ -97,10 +97,8 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def reduce(arguments: Arguments, tensor: Tensor, dst: int, op: str, label: str | None) -> Request:
     """See ``Group.reduce``."""
-    if label is not None:
-        arguments.check_label(label)
     arguments.check_rank("dst", dst)
-    reduce_op.check_op(op, arguments.check_tensors("reduce", written=[tensor]))
+    reduce_op.check_op(op, arguments.check_call("reduce", label, written=[tensor]))
     signature = signature_of("reduce", tensor.dtype, tensor.shape, op, dst, label)
     flat, finish = flattened(tensor)
     return signature, Reduce(flat, dst, op), finish
@@ -114,11 +112,9 @@ def gather(
     label: str | None,
 ) -> Request:
     """See ``Group.gather``."""
-    if label is not None:
-        arguments.check_label(label)
     arguments.check_rank("dst", dst)
     targets = arguments.list_of_root("gather", "outputs", outputs, root=dst)
-    arguments.check_tensors("gather", [tensor], targets)
+    arguments.check_call("gather", label, [tensor], targets)
     arguments.check_numels("gather", "outputs", targets, tensor)
     signature = signature_of("gather", tensor.dtype, tensor.shape, None, dst, label)
     pairs = [flattened(target) for target in targets]
@@ -136,11 +132,9 @@ def scatter(
     label: str | None,
 ) -> Request:
     """See ``Group.scatter``."""
-    if label is not None:
-        arguments.check_label(label)
     arguments.check_rank("src", src)
     sources = arguments.list_of_root("scatter", "inputs", inputs, root=src)
-    arguments.check_tensors("scatter", sources, [tensor])
+    arguments.check_call("scatter", label, sources, [tensor])
     arguments.check_numels("scatter", "inputs", sources, tensor)
     signature = signature_of("scatter", tensor.dtype, tensor.shape, None, src, label)
     flat, finish = flattened(tensor)

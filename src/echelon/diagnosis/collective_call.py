@@ -24,8 +24,9 @@ class CallSignature(NamedTuple):
         dtype: element type, or None where the call has none.
         shape: shape of the tensor that the call is about; empty where ranks may differ in it.
         reduce: reduction, ``"sum"``, or None.
-        root: source or destination rank in the group, or None.
-        label: what is communicated, in the user's words; part of the agreement.
+        root: source or destination rank in the group, of a message the peer; or None.
+        label: what is communicated, in the user's words, of a message its tag; part of the
+            agreement.
         parts: lengths of the parts of the tensor, where ranks have unequal ones; else empty.
     """
 
@@ -55,10 +56,11 @@ class CallSignature(NamedTuple):
             text += f" {list(self.shape)}"
         if self.parts:
             text += f" in parts of {list(self.parts)}"
+        is_message = self.op in ("send", "recv")  # whose root is a peer, and whose label a tag
         if self.root is not None:
-            text += f" root={self.root}"
+            text += f" {'peer' if is_message else 'root'}={self.root}"
         if self.label is not None:
-            text += f" of {self.label!r}"
+            text += f" {self.label}" if is_message else f" of {self.label!r}"
         return text
 
 

@@ -22,9 +22,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any, TypeVar, final
 
 import torch
@@ -38,15 +37,7 @@ from echelon.pipeline.boundary import BoundaryValue, TensorSpec
 from echelon.pipeline.link import Link, Received
 from echelon.pipeline.microbatch import Batch
 from echelon.pipeline.schedules.dataflow import OUTPUT
-from echelon.pipeline.schedules.ir import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    Action,
-    Kind,
-    Schedule,
-)
+from echelon.pipeline.schedules.ir import Action, Kind, Schedule
 from echelon.pipeline.send_completion import PendingSends, sends_complete_at
 from echelon.pipeline.stage import Stage
 from echelon.pipeline.step_specs import StepSpecs
@@ -55,8 +46,8 @@ _Received = TypeVar("_Received")
 _NUM_LISTED = 20  # actions before a failure that its message lists
 # The time of sends and receives counts as the forward or the backward that they serve.
 _ACTIVITIES = {
-    **dict.fromkeys((Kind.RECV_F, FORWARD, Kind.SEND_F), Activity.FORWARD),
-    **dict.fromkeys((Kind.RECV_B, BACKWARD, INPUT, WEIGHT, Kind.SEND_B), Activity.BACKWARD),
+    **dict.fromkeys((Kind.RECV_F, Kind.F, Kind.SEND_F), Activity.FORWARD),
+    **dict.fromkeys((Kind.RECV_B, Kind.B, Kind.I, Kind.W, Kind.SEND_B), Activity.BACKWARD),
 }
 _NO_BATCH = Batch(
     inputs=(),
@@ -83,16 +74,14 @@ class _StepValues:
     input_grads: list[Tensor | None] | None = None
 
 
-_all_values = attrgetter(*(field.name for field in fields(_StepValues)))
-_NO_VALUES = _all_values(_StepValues())
-
-
 @final
 @dataclass(slots=True, eq=False)
 class _Slot:
     """One microbatch in one stage: the values of the step, and where they come from and go.
 
     Attributes:
+        stage: of this rank.
+        microbatch: its index.
         is_first: whether the stage is the first of the model.
         is_last: whether the stage is the last of the model.
         to_previous: the link to the previous stage; None if that is on this rank or does not exist.
@@ -101,6 +90,7 @@ class _Slot:
         next: the slot of the next stage, if that is on this rank.
         sent_before_input: sends of this rank that must have arrived once ``fwd_recv`` has.
         sent_before_grads: sends of this rank that must have arrived once ``bwd_recv`` has.
+        values: of the step.
     """
 
     stage: Stage
@@ -177,21 +167,28 @@ class Executor:
                 Kind.REDUCE: parallel.reduce_gradients,
             }[kind]
         slot = self._slots[stage, i]
-        run: dict[Kind, Callable[[_Slot], None]] = {
-            Kind.RECV_F: self._recv_forward,
-            FORWARD: self._forward,
-            Kind.SEND_F: partial(self._send_forward, action),
-            Kind.RECV_B: self._recv_backward,
-            BACKWARD: partial(self._backward, slot.stage.backward),
-            INPUT: partial(self._backward, slot.stage.backward_input),
-            Kind.SEND_B: partial(self._send_backward, action),
-            WEIGHT: self._backward_weight,
-        }
-        return partial(run[kind], slot)
+        match kind:
+            case Kind.RECV_F:
+                return partial(self._recv_forward, slot)
+            case Kind.F:
+                return partial(self._forward, slot)
+            case Kind.SEND_F:
+                return partial(self._send_forward, action, slot)
+            case Kind.RECV_B:
+                return partial(self._recv_backward, slot)
+            case Kind.B:
+                return partial(self._backward, slot.stage.backward, slot)
+            case Kind.I:
+                return partial(self._backward, slot.stage.backward_input, slot)
+            case Kind.SEND_B:
+                return partial(self._send_backward, action, slot)
+            case Kind.W:
+                return partial(slot.stage.backward_weight, i)
+        raise AssertionError(f"{kind} has no microbatch")
 
     def _reset(self, batch: Batch) -> None:
         self._batch = batch
-        self._start_s = 0.0  # when the current action began, if somebody listens
+        self._start_s: float | None = None  # when the current action began, if somebody listens
         self._waited_s = 0.0  # from then until the value that it received had arrived
         self._recent: deque[Action] = deque(maxlen=_NUM_LISTED)
         self._pending_sends.forget()
@@ -230,35 +227,38 @@ class Executor:
             if not (batch.training and finalize):
                 for stage in self._stages.values():
                     stage.data_parallel.wait_for_readers()
+            assert not batch.training or self._is_empty()
         except BaseException:
-            for stage in self._stages.values():
-                stage.forget()
-            for slot in self._slots.values():
-                slot.values = _StepValues()
-            self._reset(_NO_BATCH)
+            self._drop_step()
             raise
         finally:
+            self._reset(_NO_BATCH)
             if clock is not None:
                 clock.end(before)
-        assert not batch.training or self._is_empty()
-        self._reset(_NO_BATCH)
+
+    def _drop_step(self) -> None:
+        """Forget what a step that failed holds."""
+        for stage in self._stages.values():
+            stage.forget()
+        for slot in self._slots.values():
+            slot.values = _StepValues()
 
     def _is_empty(self) -> bool:
         is_alive = any(stage.num_alive for stage in self._stages.values())
-        return not is_alive and all(
-            _all_values(slot.values) == _NO_VALUES for slot in self._slots.values()
-        )
+        values = [slot.values for slot in self._slots.values()]
+        return not is_alive and values.count(_StepValues()) == len(values)
 
     def _run_timed(self, action: Action, run: Callable[[], None]) -> None:
         """Run an action, and emit how long it took and how much of that was waiting."""
-        self._waited_s, self._start_s = 0.0, time.perf_counter()
+        start_s = self._start_s = time.perf_counter()
+        self._waited_s = 0.0
         try:
             self._run_action(action, run)
         finally:
             events.emit(
                 "pipeline.action",
-                self._start_s,
-                time.perf_counter() - self._start_s,
+                start_s,
+                time.perf_counter() - start_s,
                 rank=self._world_rank,
                 action=str(action),
                 kind=action.kind,
@@ -324,7 +324,8 @@ class Executor:
         ``waited_s`` of the event counts from the start of the action.
         """
         value = wait()
-        self._waited_s = time.perf_counter() - self._start_s
+        if self._start_s is not None:
+            self._waited_s = time.perf_counter() - self._start_s
         self._pending_sends.release(sent_before)
         return value
 
@@ -401,9 +402,6 @@ class Executor:
         assert grads is not None
         send = slot.to_previous.send_backward(slot.microbatch, specs, grads, self._batch.specs)
         self._pending_sends.add(action, send)
-
-    def _backward_weight(self, slot: _Slot) -> None:
-        slot.stage.backward_weight(slot.microbatch)
 
     def _wait_for_sends(self) -> None:
         try:

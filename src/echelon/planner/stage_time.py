@@ -38,10 +38,14 @@ class BlockTime(NamedTuple):
         return self.computed + self.waiting
 
 
+def passes_of_block(layout: Layout) -> int:
+    """How often one microbatch goes through a block: forward, backward, and to recompute it."""
+    return 3 if layout.recompute is Recompute.BLOCKS else 2
+
+
 def parts_of_block(layout: Layout, block: BlockTime) -> tuple[float, float, float]:
     """Seconds of its forward, of the gradients of its inputs, and of those of its weights."""
-    runs = 3 if layout.recompute is Recompute.BLOCKS else 2
-    forward = block.forward.total + block.exchanged / runs
+    forward = block.forward.total + block.exchanged / passes_of_block(layout)
     return forward, block.total - forward - block.weights, block.weights
 
 

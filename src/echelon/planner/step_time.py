@@ -21,13 +21,15 @@ from echelon.planner.stage_time import (
     blocks_of_ranks,
     costs_of_stages,
     parts_of_block,
+    passes_of_block,
     stage_seconds,
 )
 
-# AdamW in mixed precision reads and writes master weight, two moments and the gradient, and writes
-# the weight of 16 bits: bytes for each element of a shard, and for each element of the rank.
+# AdamW in mixed precision reads and writes four numbers of 32 bits, which are master weight, two
+# moments and gradient, and casts the weight to 16 bits, which reads 4 bytes and writes 2: for each
+# element of a shard. The weight of 16 bits is read and written once more for each of the rank.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 38, 4
-# On the host AdamW reads four numbers of 32 bits and writes three, and casts the weight to 16 bits;
+# On the host AdamW reads four numbers of 32 bits and writes three, and casts the weight, as above;
 # a gradient of a microbatch is read in 16 bits and added in 32.
 _HOST_BYTES, _ADDITION_BYTES = 34, 10
 _BUCKET_BYTES = 25e6  # of gradients that are reduced while the backward runs, the default of DDP
@@ -94,10 +96,10 @@ class LayoutTimer:
     """How long steps of a model take on a cluster; what many layouts share is computed once.
 
     Attributes:
-        model: that is trained.
-        cluster: on which.
-        stack: by which software.
-        bubbles: of simulated pipelines, by what they depend on.
+        model: the model that is trained.
+        cluster: the devices that train it.
+        stack: the software that trains it.
+        bubbles: the bubbles of simulated pipelines, by what they depend on.
     """
 
     def __init__(self, model: PlannedModel, cluster: Cluster, stack: SoftwareStack) -> None:
@@ -122,8 +124,9 @@ class LayoutTimer:
         rings, head = self.rings(layout), self.head(layout)
         block = self.block(layout, rings)
         counts = blocks_of_ranks(self.model.layers, layout) if blocks is None else list(blocks)
-        hop = layout.chunks * self.message(layout, rings)
-        stages = stage_seconds(counts, block.total, head.total, hop, layout.head_rank)
+        hop = self.message(layout, rings)
+        hops = layout.chunks * hop
+        stages = stage_seconds(counts, block.total, head.total, hops, layout.head_rank)
         slowest = max(range(layout.pp), key=stages.__getitem__)
         bubble = self._bubble(layout, block, stages, head=head.total, hop=hop)
         compute = block.forward.plus(block.backward).times(counts[slowest])
@@ -132,10 +135,10 @@ class LayoutTimer:
         exchange = layout.microbatches * counts[slowest] * block.exchanged
         edges = self._edges(layout, rings)
         gather = layout.microbatches * (counts[slowest] * block.waiting + edges)
-        message = 2 * layout.microbatches * hop
+        message = 2 * layout.microbatches * hops
         busy = compute.total + exchange + gather + message + bubble
-        blocks_parameters = max(counts) * self.model.block_parameters
-        elements = (blocks_parameters + self.model.embedding_parameters) / layout.tp
+        parameters = counts[slowest] * self.model.block_parameters + self.model.embedding_parameters
+        elements = parameters / layout.tp
         backward = counts[slowest] * block.backward.total
         return StepTime(
             **compute._asdict(),
@@ -213,14 +216,15 @@ class LayoutTimer:
             return 0.0
         cluster, stack, model = self.cluster, self.stack, self.model
         nbytes = stack.parameter_bytes * layout.microbatch * model.seq / layout.cp * model.hidden
-        rate = cluster.network * stack.rates.network / cluster.devices_per_host
-        if not rings.message.between_hosts:
+        if rings.message.between_hosts:
+            rate = cluster.network * stack.rates.network / cluster.devices_per_host
+        else:
             rate = cluster.device.link * stack.rates.bus
         sent = stack.rates.message * nbytes / layout.tp / rate + rings.message.latency
         return sent + (0.0 if layout.sequence_parallel else rings.tp.one_pass(nbytes))
 
     def drift(self, layout: Layout) -> float:
-        """By which part a step takes longer on so many hosts."""
+        """The fraction by which a step takes longer on so many hosts."""
         hosts = max(1.0, layout.num_ranks / self.cluster.devices_per_host)
         return self.stack.rates.drift * math.log2(hosts)
 
@@ -234,7 +238,9 @@ class LayoutTimer:
         return comes, self.stack.gradient_bytes * shard
 
     def _compute_block(self, layout: Layout, rings: Rings) -> BlockTime:
-        """With ``tp``, a forward has two all-reduces of the residual stream, and so has a backward
+        """One microbatch in one block, computed and exchanged.
+
+        With ``tp``, a forward has two all-reduces of the residual stream, and so has a backward
         (Shoeybi et al., arXiv 1909.08053, section 3). With sequence parallelism each is a
         reduce-scatter and an all-gather, which move as much (Korthikanti et al., arXiv 2205.05198,
         section 4.2.2).
@@ -245,14 +251,12 @@ class LayoutTimer:
         forward = seconds(passes.forward, exchanged=exchange)
         backward = seconds(passes.backward, exchanged=exchange)
         weights = backward.matmul / 2  # the other half are gradients of inputs
-        runs = 2  # one in the forward, one in the backward
         if layout.recompute is Recompute.BLOCKS:
             work = passes.backward.plus(passes.forward)
             backward = seconds(work, exchanged=2 * exchange)
-            runs += 1
         elif layout.recompute is Recompute.ATTENTION:
             backward = backward.plus(Seconds(attention=forward.attention))
-        return BlockTime(forward, backward, runs * exchange, weights)
+        return BlockTime(forward, backward, passes_of_block(layout) * exchange, weights)
 
     def _exchange(self, layout: Layout, rings: Rings) -> float:
         """Seconds of collectives of one pass through a block, forward or backward."""
@@ -299,7 +303,7 @@ class LayoutTimer:
     ) -> float:
         """By the closed form of the schedule, or the least that it can be."""
         if not layout.has_closed_form:
-            costs = costs_of_stages(self.model.layers, layout, block, head, hop / layout.chunks)
+            costs = costs_of_stages(self.model.layers, layout, block, head, hop)
             return least_bubble(layout, costs, [layout.microbatches * stage for stage in stages])
         forward, inputs, weights = parts_of_block(layout, block)
         part = bubble_of_a_stage(layout, forward, inputs, weights) / (forward + inputs + weights)
@@ -333,17 +337,16 @@ class LayoutTimer:
         seconds = buckets * (shards + rings.dp.all_reduce(bucket / layout.shard))
         if not stack.overlaps_reduction:
             return seconds
-        # Of the last microbatch; the last bucket is never hidden.
-        hidden = min(seconds * 0.9, backward)
+        # By the backward of the last microbatch; nothing is left of it that hides the last bucket.
+        hidden = min(seconds * (1 - 1 / buckets), backward)
         return seconds - hidden + stack.rates.contention * hidden
 
     def _optimizer(self, layout: Layout, elements: float) -> float:
         shard = elements / (layout.shard if layout.sharded is not ShardedStates.NOTHING else 1)
-        nbytes = _OPTIMIZER_BYTES * shard + _WEIGHT_BYTES * elements
-        if layout.sharded is ShardedStates.PARAMETERS:
-            nbytes = (_OPTIMIZER_BYTES + _WEIGHT_BYTES) * shard
         if layout.offload is not HostStates.NOTHING and self.cluster.host is not None:
             return self._on_host(layout, self.cluster.host, shard)
+        whole = shard if layout.sharded is ShardedStates.PARAMETERS else elements
+        nbytes = _OPTIMIZER_BYTES * shard + _WEIGHT_BYTES * whole
         return nbytes / (self.cluster.device.bandwidth * self.stack.rates.optimizer)
 
     def _on_host(self, layout: Layout, host: HostMemory, shard: float) -> float:

@@ -26,7 +26,7 @@ def test_states_say_what_ranks_wait_for_and_which_have_not_started_or_have_retur
         return texts
 
     _, early, _, late = ec.run(main, 4)
-    wait = "waits in recv float32[3] root=3 of 'tag 0' (#0 of group 'world') for rank 3"
+    wait = "waits in recv float32[3] peer=3 tag 0 (#0 of group 'world') for rank 3"
     assert [early[0], *early[2:]] == [wait, "has not started", "has not started"]
     assert late[:3] == [wait, "has returned", "has returned"]
 

@@ -79,13 +79,13 @@ def work_that_nobody_joins(world: ec.World) -> None:
             2,
             ["rank 0 waits in send", "for rank 1", "rank 1 waits in send", "for rank 0"],
         ),
-        (both_receive, 2, ["rank 0 waits in recv float32[1] root=1 of 'tag 4'", "for rank 0"]),
+        (both_receive, 2, ["rank 0 waits in recv float32[1] peer=1 tag 4", "for rank 0"]),
         (
             collective_against_message,
             2,
             ["rank 0 waits in all_reduce(sum) float32[1] of 'loss'", "rank 1 waits in recv"],
         ),
-        (wrong_tags, 2, ["send float32[1] root=1 of 'tag 1'", "recv float32[1] root=0 of 'tag 2'"]),
+        (wrong_tags, 2, ["send float32[1] peer=1 tag 1", "recv float32[1] peer=0 tag 2"]),
         (one_returns, 2, ["rank 0 waits in barrier", "for rank 1", "rank 1 returned already"]),
         (
             three_in_a_circle,

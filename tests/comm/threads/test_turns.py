@@ -19,8 +19,10 @@ from echelon.comm.group import Group
 from echelon.comm.threads import turns
 from echelon.comm.threads.blocking_calls import join_in_turn
 from echelon.comm.threads.group import ThreadGroup
+from echelon.comm.threads.process_state import OUTSIDE
 from echelon.comm.threads.thread_world import ThreadWorld
 from echelon.comm.threads.turns import BLOCKED_S, Turns
+from echelon.process import time_limits
 
 RANKS = 4
 
@@ -370,9 +372,9 @@ def test_the_clocks_of_ranks_show_their_own_time_joined_where_they_meet() -> Non
     def main(world: ec.World) -> tuple[float, float]:
         order = thread_world(world).order
         time.sleep(0.1 * (1 + world.rank))
-        before = 1e-9 * order.clock(world.rank)
+        before = 1e-9 * order.clocks.read(world.rank)
         world.group.all_reduce(torch.ones(1))
-        return before, 1e-9 * order.clock(world.rank)
+        return before, 1e-9 * order.clocks.read(world.rank)
 
     results = ec.run(main, 3)
     for rank, (before, after) in enumerate(results):
@@ -388,17 +390,32 @@ def test_no_clock_of_a_rank_runs_while_ranks_are_held() -> None:
     def main(world: ec.World) -> None:
         order = thread_world(world).order
         if world.rank == 1:
-            before = [order.clock(rank) for rank in range(2)]
+            before = [order.clocks.read(rank) for rank in range(2)]
             with order.held():
-                held = [order.clock(rank) for rank in range(2)]
+                held = [order.clocks.read(rank) for rank in range(2)]
                 time.sleep(0.5)
-                clocks.extend(order.clock(rank) - held[rank] for rank in range(2))
-            clocks.extend(order.clock(rank) - before[rank] for rank in range(2))
+                clocks.extend(order.clocks.read(rank) - held[rank] for rank in range(2))
+            clocks.extend(order.clocks.read(rank) - before[rank] for rank in range(2))
         world.group.barrier()
 
     ec.run(main, 2, timeout=0.4)  # the other rank waits for as long as the ranks are held
     assert clocks[:2] == [0, 0]
     assert max(clocks[2:]) < 0.3e9
+
+
+def test_clocks_run_on_when_another_world_keeps_the_process_of_ranks_that_were_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, other = Turns(1), object()
+    with order.of_rank(0):
+        with pytest.raises(ec.errors.StateError, match="another thread"), order.held():
+            OUTSIDE.lock.acquire(other)
+            monkeypatch.setattr(time_limits, "OTHER_WORLD_S", 0.01)
+        OUTSIDE.lock.release(other)
+        before = order.clocks.read(0)
+        time.sleep(0.01)
+        assert order.clocks.read(0) - before >= 1e7
+    order.close()
 
 
 def test_the_process_has_the_callers_state_while_ranks_are_held() -> None:

@@ -22,7 +22,8 @@ In reading order::
     worker_threads      ranks that communicate from several threads
     call_watch          how somebody looks at calls, as ``ec.step_through`` does
 
-    turns               who runs next, the clocks of ranks, and a rank that does not hand on
+    turns               who runs next, and a rank that does not hand on
+    clocks              the clock of each rank, by which limits of time count
     blocking_calls      waits of Python in which a rank hands on after a while
     rank_threads        which rank the calling thread is
     running_time        the clock that stands still while a debugger has stopped the ranks

@@ -98,7 +98,7 @@ class ThreadWorld:
         """Counts the steps of a rank, and measures them by the clock of the rank."""
         counter = StepCounter(
             self.sightings[rank].note_step,
-            clock=partial(self.order.clock, rank),
+            clock=partial(self.order.clocks.read, rank),
             takes_turns=True,
         )
         peers = self._step_rows
@@ -171,7 +171,7 @@ class ThreadWorld:
     def join(self, pending: Pending, call: CollectiveCall) -> None:
         """Record that a rank has joined ``pending``; needs the lock."""
         pending.absent.discard(call.rank)
-        pending.came_ns = max(pending.came_ns, self.order.clock(call.rank))
+        pending.came_ns = max(pending.came_ns, self.order.clocks.read(call.rank))
 
     def open_communicator(
         self,
@@ -271,7 +271,7 @@ class ThreadWorld:
                 raise
             finally:
                 self.order.resume(rank, overtake=overtake)
-            self.order.advance_clock(rank, pending.came_ns)
+            self.order.clocks.advance(rank, pending.came_ns)
         if pending.error is not None:
             raise copy.copy(pending.error)  # with a traceback of its own for each rank
 
@@ -309,7 +309,8 @@ class ThreadWorld:
         """
         order, rank, thread = self.order, call.rank, threading.get_ident()
         seconds = limit_s if timeout is None else timeout
-        start_ns, idle_ns = order.clock(rank), order.idle_ns()
+        clocks = order.clocks
+        start_ns, idle_ns = clocks.read(rank), clocks.idle_ns()
         left_s = seconds
         while not pending.complete:
             if self.failure is not None:
@@ -322,8 +323,8 @@ class ThreadWorld:
                 has_workers = self._with_workers and self._has_workers()
                 order.sleep(rank, min(left_s, LOOK_S) if has_workers else left_s, limit_s)
                 if not pending.complete:
-                    latest_ns = max(map(order.clock, pending.absent), default=start_ns)
-                    waited_ns = max(0, latest_ns - start_ns) + order.idle_ns() - idle_ns
+                    latest_ns = max(map(clocks.read, pending.absent), default=start_ns)
+                    waited_ns = max(0, latest_ns - start_ns) + clocks.idle_ns() - idle_ns
                     left_s = seconds - 1e-9 * waited_ns
                 continue
             del self._waits[rank][thread]

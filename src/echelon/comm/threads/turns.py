@@ -31,12 +31,6 @@ as long as one of the others may wait in the call that it is in, or outside of c
 ranks of the world may, it is an error, as if the other waited for it. Ranks whose world has failed,
 or fails now because their time is up, run after ``OVERTAKE_S`` in any case. A rank that was
 overtaken waits for a turn when it next meets a group.
-
-[Note: clocks]
-A rank that waits does not wait longer because its peers run one after the other. So limits of time
-count the seconds of clocks that run as if each rank had a core of its own: the clock of a rank runs
-while it has its turn or blocks in Python, and where ranks meet, all their clocks show what the
-latest of them shows. While somebody looks at the ranks (``held``), no clock runs.
 """
 
 from __future__ import annotations
@@ -54,12 +48,12 @@ from typing import Any, final
 from echelon.comm.threads import global_hooks  # noqa: F401  # registers state
 from echelon.comm.threads.blocking_calls import handing_on, renew_grace
 from echelon.comm.threads.cached_properties import without_locks
+from echelon.comm.threads.clocks import Clocks
 from echelon.comm.threads.kept_by_threads import keeping_threads
 from echelon.comm.threads.output_names import own_loggers
 from echelon.comm.threads.process_state import OUTSIDE, StateOwner
 from echelon.comm.threads.rank_threads import RankThread, this_rank
 from echelon.comm.threads.replaced_names import watching_imports
-from echelon.comm.threads.running_time import running_ns, stops
 from echelon.errors import StateError
 from echelon.process.operating_system import at_fork
 from echelon.process.process_status import others_work
@@ -67,7 +61,6 @@ from echelon.process.this_rank import here
 
 OVERTAKE_S = 0.2
 BLOCKED_S = 2.0
-_WORLD = -1  # stands for the clock of the world, which runs unless somebody looks at the ranks
 _BUSY = 0.1  # the share of a core that a process uses at least if its rank does not block
 
 
@@ -116,6 +109,7 @@ class Turns:
 
     Attributes:
         lock: of the world.
+        clocks: of the ranks.
         asking_thread: the thread whose debugger asks for a command, if one does.
         when_rank_runs: called by each rank on its thread before it goes on, with the lock, if a
             debugger has breakpoints.
@@ -123,6 +117,7 @@ class Turns:
 
     def __init__(self, size: int) -> None:
         self.lock = threading.RLock()
+        self.clocks = Clocks(size)
         self._wakeups = [Wakeup(self.lock) for _ in range(size)]
         self.asking_thread: int | None = None
         self.when_rank_runs: Callable[[], None] | None = None
@@ -143,17 +138,7 @@ class Turns:
         self._turn = 0  # counts the turns
         self._turn_since_ns = 0  # when the holder began to run, by the clock of the world
         self._threads = [0] * size
-        # Of each clock, the last of which is the world's: what it showed when it began to run, and
-        # when that was; None if it does not.
-        self._shown_ns = [0] * (size + 1)
-        self._since_ns: list[int | None] = [*[None] * size, 0]
-        self._num_running = 0
-        self._idle_ns = 0
-        self._idle_since_ns: int | None = None
         self._looked = (-1, 0, 0)  # at which turn, when, and with how much processor time
-        self._num_held = 0  # threads in ``held``
-        self._held_ns = 0  # how long clocks have stood still
-        self._held_since_ns = 0  # if they do now
         starter.lock.acquire(self)
         try:
             self._owners = [StateOwner(starter) for _ in range(size)]
@@ -188,7 +173,7 @@ class Turns:
             here.rank = None
             with self.lock:
                 self._threads[rank] = 0
-                self._stop_clock(rank)
+                self.clocks.stop(rank)
                 self._overtaken.discard(rank)
                 self._wanting.discard(rank)
                 if self._holder == rank:
@@ -223,7 +208,7 @@ class Turns:
         """
         if self._has_turn(rank):
             self._patience_s[rank] = patience_s
-            self._stop_clock(rank)
+            self.clocks.stop(rank)
             self._hand_on(rank)
         self._wakeups[rank].wait(seconds)
 
@@ -237,8 +222,8 @@ class Turns:
             return
         renew_grace()
         was_overtaken = rank in self._overtaken and not self._in_a_hurry
-        if self._since_ns[rank] is not None:  # it has not slept
-            self._stop_clock(rank)
+        if self.clocks.since_ns[rank] is not None:  # it has not slept
+            self.clocks.stop(rank)
         self._take_next_turn(rank, overtake=overtake)
         if was_overtaken:
             warnings.warn(
@@ -275,7 +260,7 @@ class Turns:
             if self._has_turn(rank) and self._wanting:
                 if patience_s is not None:
                     self._patience_s[rank] = patience_s
-                self._stop_clock(rank)
+                self.clocks.stop(rank)
                 self._wanting.add(rank)
                 self._hand_on(rank)
                 self._take_next_turn(rank)
@@ -298,7 +283,7 @@ class Turns:
         finally:
             if hands_on:
                 with self.lock:
-                    self._stop_clock(rank)
+                    self.clocks.stop(rank)
                     self._take_next_turn(rank)
 
     @contextmanager
@@ -311,9 +296,7 @@ class Turns:
         with self.lock:
             rank = self._running
             has_turn = rank is not None and self._has_turn(rank)
-            if self._num_held == 0:
-                self._held_since_ns = running_ns()
-            self._num_held += 1
+            self.clocks.hold()
             if has_turn and not self._closed:
                 self._starter.load()
                 self._release_process()
@@ -321,65 +304,13 @@ class Turns:
             yield
         finally:
             with self.lock:
-                if has_turn and not self._closed:
-                    self._acquire_process()
-                if has_turn and rank is not None and not self._closed:
-                    self._owners[rank].load()
-                self._num_held -= 1
-                if self._num_held == 0:
-                    self._held_ns += running_ns() - self._held_since_ns
-
-    # Clocks ----------------------------------------------------------------------------------
-
-    def clock(self, rank: int) -> int:
-        """The nanoseconds of a rank, see [Note: clocks]. Needs no lock.
-
-        The clock of ``_WORLD`` stands still while ranks are held only.
-        """
-        since_ns = self._since_ns[rank]
-        if since_ns is None:
-            return self._shown_ns[rank]
-        if self._num_held:
-            now_ns = self._held_since_ns
-        else:  # as ``running_ns``, without its call: a call of a group reads the clock five times
-            stood_ns, stopped_ns = stops.stood
-            now_ns = (time.monotonic_ns() if stood_ns is None else stood_ns) - stopped_ns
-        return self._shown_ns[rank] + now_ns - self._held_ns - since_ns
-
-    def advance_clock(self, rank: int, nanoseconds: int) -> None:
-        """Let the clock of the rank show at least ``nanoseconds``."""
-        self._shown_ns[rank] += max(0, nanoseconds - self.clock(rank))
-
-    def idle_ns(self) -> int:
-        """The nanoseconds in which no rank could run, as when their threads wait for each other.
-
-        Needs no lock.
-        """
-        since_ns = self._idle_since_ns
-        return self._idle_ns + (0 if since_ns is None else self.clock(_WORLD) - since_ns)
-
-    def _note_idleness(self, now_ns: int) -> None:
-        since_ns = self._idle_since_ns
-        if since_ns is not None:
-            self._idle_ns += now_ns - since_ns
-        idle = self._holder is None and not self._num_running
-        self._idle_since_ns = now_ns if idle else None
-
-    def _start_clock(self, rank: int, now_ns: int) -> None:
-        if self._since_ns[rank] is None:
-            self._since_ns[rank] = now_ns
-            self._num_running += 1
-            if self._idle_since_ns is not None:
-                self._note_idleness(now_ns)
-
-    def _stop_clock(self, rank: int) -> None:
-        since_ns = self._since_ns[rank]
-        if since_ns is not None:
-            now_ns = self.clock(_WORLD)
-            self._shown_ns[rank] += now_ns - since_ns
-            self._since_ns[rank] = None
-            self._num_running -= 1
-            self._note_idleness(now_ns)
+                try:
+                    if has_turn and not self._closed:
+                        self._acquire_process()
+                    if has_turn and rank is not None and not self._closed:
+                        self._owners[rank].load()
+                finally:
+                    self.clocks.let_go()
 
     # Turns -----------------------------------------------------------------------------------
 
@@ -397,12 +328,12 @@ class Turns:
         if not self._wanting:
             self._holder = None
             self._release_process()
-            self._note_idleness(self.clock(_WORLD))
+            self.clocks.note_turn(is_free=True)
             return
+        if self._holder is None:
+            self.clocks.note_turn(is_free=False)
         self._holder = min(self._wanting, key=lambda other: (other - rank - 1) % self._size)
         self._wanting.discard(self._holder)
-        if self._idle_since_ns is not None:  # which ends here
-            self._note_idleness(self.clock(_WORLD))
         if self._starter.lock.is_wanted():
             self._release_process()
         self._wakeups[self._holder].wake()
@@ -422,12 +353,12 @@ class Turns:
             turn = self._turn
             overtake = overtake or self._in_a_hurry
             woken = self._wakeups[rank].wait(OVERTAKE_S if overtake else None)
-            if overtake and not woken and self._turn == turn and not self._num_held:
+            if overtake and not woken and self._turn == turn and not self.clocks.num_held:
                 self._overtake(rank)
-        self._running, self._turn_since_ns = rank, self.clock(_WORLD)
+        self._running, self._turn_since_ns = rank, self.clocks.read()
         self._overtaken.discard(rank)
         self._patience_s.pop(rank, None)
-        self._start_clock(rank, self._turn_since_ns)
+        self.clocks.start(rank, self._turn_since_ns)
         if not self._closed:
             self._owners[rank].load()
         if self.when_rank_runs is not None:
@@ -451,7 +382,7 @@ class Turns:
             self._hand_on(self._holder)
         else:
             self._turn += 1
-            self._holder = rank
+            self._holder, self._running = rank, None
             self._wanting.discard(rank)
 
     def _acquire_process(self) -> None:
@@ -473,7 +404,7 @@ class Turns:
         Called now and then, without the lock.
         """
         with self.lock:
-            now_ns, processor_ns = self.clock(_WORLD), time.process_time_ns()
+            now_ns, processor_ns = self.clocks.read(), time.process_time_ns()
             turn, seen_ns, seen_processor_ns = self._looked
             busy = processor_ns - seen_processor_ns > _BUSY * (now_ns - seen_ns)
             waited_for = self._wanting and self._holder is not None
@@ -493,7 +424,7 @@ class Turns:
         """
         with self.lock:
             patience = {rank: self._patience_s.get(rank, seconds) for rank in self._wanting}
-            rank, ran_ns = self._running, self.clock(_WORLD) - self._turn_since_ns
+            rank, ran_ns = self._running, self.clocks.read() - self._turn_since_ns
             shortest_s = min(patience.values(), default=math.inf)
             if rank is None or ran_ns < 1e9 * shortest_s:
                 return None
