@@ -362,7 +362,12 @@ def is_part(tensor: object) -> bool:
 
 def mark(tensor: Tensor, sharding: Sharding) -> ShardedTensor:
     """The same memory, as a part."""
-    marked = unmarked(tensor).as_subclass(ShardedTensor)
+    plain = unmarked(tensor)
+    if plain.requires_grad:
+        marked = plain.as_subclass(ShardedTensor)
+    else:  # as_subclass would make a view, on which ``detach_()`` is refused
+        marked = cast(ShardedTensor, plain.detach())
+        marked.__class__ = ShardedTensor
     marked._sharding = sharding
     return marked
 
