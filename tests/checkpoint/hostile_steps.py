@@ -270,6 +270,11 @@ def _optimizers() -> Iterator[Change]:
         {"$number": ["F32", [1, 2]]},
         {"$number": ["I8", 10**15]},
         {"$number": ["F32", {"$code": "1"}]},
+        {"$numbers": [{"$tensor": "0"}]},
+        {"$numbers": [{"$tensor": "0"}, {}]},
+        {"$numbers": [{"$tensor": "0"}, {"0": ["F99", 1]}]},
+        {"$numbers": [{"$tensor": "0"}, {"0": ["F32", "a text"]}]},
+        {"$numbers": [[1], ["F32"]]},
         {"$code": "1"},
         {"$tensor": "rows"},
     ):

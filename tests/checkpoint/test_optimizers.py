@@ -34,6 +34,25 @@ def test_numbers_of_an_optimizer_keep_their_dtype(optimizer: Any, tmp_path: Path
     check_equal(second.state_dict()["state"], first.state_dict()["state"])
 
 
+def test_numbers_that_are_tensors_inside_of_options_are_saved(tmp_path: Path) -> None:
+    betas = torch.tensor(0.8), torch.tensor(0.9, dtype=torch.float64)
+    kept = {"rates": [torch.tensor(2**40), {"on": torch.tensor(True)}], "one": torch.tensor(1)}
+
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, betas=betas, foreach=False)
+
+    model, first = stepped(adam, torch.float32)
+    first.param_groups[0]["kept"] = kept
+    ec.save(tmp_path, step=3, model=model, optimizer=first)
+    model, second = stepped(torch.optim.AdamW, torch.float32, steps=1)
+    ec.load(tmp_path, model=model, optimizer=second)
+    check_equal(second.param_groups[0]["betas"], betas)
+    check_equal(second.param_groups[0]["kept"], kept)
+    second.param_groups[0]["kept"] = [torch.ones(2)]
+    with pytest.raises(ArgumentError, match=r"kept is or holds a tensor with dims"):
+        ec.save(tmp_path, step=4, model=model, optimizer=second)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -537,3 +537,15 @@ def test_a_forward_that_failed_is_not_under_way_any_more() -> None:
         assert all(ec.local_shard(param).dim() == 1 for param in model.parameters())  # parts
 
     ec.run(main, 2)
+
+
+@pytest.mark.parametrize("strategy", [ec.Strategy.FULL_SHARD, ec.Strategy.NO_SHARD])
+def test_a_second_derivative_is_refused_for_what_it_would_need(strategy: ec.Strategy) -> None:
+    def main(world: ec.World) -> None:
+        model = ec.FSDP(nn.Linear(4, 1), world.group, min_num_params=0, strategy=strategy)
+        x = torch.ones(2, 4, requires_grad=True)
+        with pytest.raises(ec.UnsupportedError, match="reduced gradients have no graph") as caught:
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        assert ("resharded" in str(caught.value)) == (strategy is ec.Strategy.FULL_SHARD)
+
+    ec.run(main, 2)

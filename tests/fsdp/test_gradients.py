@@ -1,5 +1,7 @@
 """Dtypes of shards, of gradients on their way, and of what they accumulate in."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -210,3 +212,45 @@ def trains_rows_of_nothing(world: World, layout: str) -> None:
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_a_parameter_of_rows_without_elements_trains_as_in_one_process(kind, layout) -> None:
     run_world(kind, trains_rows_of_nothing, 2, args=(layout,))
+
+
+KINDS: list[dict[str, Any]] = [
+    *({"strategy": strategy} for strategy in ec.Strategy if "HYBRID" not in strategy.name),
+    {"layout": "rows"},
+    {"layout": "flat", "use_orig_params": False},
+    {"precision": ec.MixedPrecision(compute=torch.bfloat16)},
+    {"precision": ec.MixedPrecision(compute=torch.bfloat16, reduce=torch.float64)},
+]
+
+
+def zeroed_by_hand(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
+    """The weight after steps in which gradients are detached and zeroed as in old code."""
+    model = wrap(nn.Linear(4, 2, bias=False))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.detach_().zero_()
+                (param.grad * 2).detach_()
+        for _ in range(1 + step % 2):  # one reduced gradient is added to another
+            model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    return next(iter(model.state_dict().values())).clone()
+
+
+def detaches_in_place(world: World) -> None:
+    expected = zeroed_by_hand(lambda model: model)
+    ddp = zeroed_by_hand(lambda model: ec.DDP(model, world.group))
+    torch.testing.assert_close(ddp, expected)
+    for options in KINDS:
+        found = zeroed_by_hand(partial(shard, world, units=ec.units.whole(), **options))
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_gradients_can_be_detached_in_place_as_in_one_process(kind: str) -> None:
+    for ranks in (1, 2):
+        run_world(kind, detaches_in_place, ranks)

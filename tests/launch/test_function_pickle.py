@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -94,6 +95,34 @@ def test_a_function_that_is_in_no_file(way: str, tmp_path: Path) -> None:
 def test_a_script_with_a_lambda_and_its_own_exception(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(GUARDED)
     assert "all is well" in python("script.py", folder=tmp_path)
+
+
+ALL_GUARDED = f"""
+def calls_what_is_guarded(world):
+    return [called() for called in [lambda: doubled(world.rank)]]
+
+if __name__ == "__main__":
+{textwrap.indent(DEFINED, "    ")}
+    check()
+    assert ec.run(calls_what_is_guarded, 2, "processes") == [[0], [2]]
+    assert ec.run(partial(main, offset=1), 2, "processes")[0].value == 40.0
+    assert ec.run(lambda world, total: total.value, 2, "processes", args=(Total(3),)) == [3, 3]
+"""
+
+
+def test_what_a_script_makes_under_its_guard_is_sent_with_its_code(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"from functools import partial\n{ALL_GUARDED}")
+    assert "all is well" in python("script.py", folder=tmp_path)
+
+
+def test_without_cloudpickle_what_is_under_the_guard_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError")
+    call = f"{DEFINED}\ntry:\n    ec.run(main, 2, 'processes', args=(1,))\n"
+    call += "except ec.ArgumentError as error:\n    print(error)\n"
+    (tmp_path / "script.py").write_text(
+        f"if __name__ == '__main__':\n{textwrap.indent(call, '    ')}"
+    )
+    assert "'main' is made under `if __name__" in python("script.py", folder=tmp_path)
 
 
 @pytest.mark.slow

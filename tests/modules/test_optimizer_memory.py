@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.modules.optimizer_memory import Memory, keep_states
+from echelon.modules.optimizer_memory import Memory, keep_states, number_keys
 
 WHOLE = torch.arange(12, dtype=torch.float64).view(4, 3)
 
@@ -107,3 +107,18 @@ def test_states_of_parameters_become_states_of_their_stand_ins() -> None:
     assert state["step"] == 3
     (slow,) = memo[id(states["by group"][0])]
     assert torch.equal(slow, new)
+
+
+def test_a_parameter_without_dims_has_states_of_both_kinds() -> None:
+    one, many = torch.tensor(1.0), torch.ones(2)
+    shapes = {"scale": (), "weight": (2,)}
+    state = {
+        "scale": {"step": one, "average": one, "decay": one, "own": one},
+        "weight": {"step": one, "average": many, "decay": one},
+    }
+    numbers = number_keys(
+        torch.optim.SGD([nn.Parameter(one)]),
+        [(shapes[name], key, value) for name, own in state.items() for key, value in own.items()],
+    )
+    found = {key: key not in numbers for key in state["scale"]}
+    assert found == {"step": False, "average": True, "decay": False, "own": True}

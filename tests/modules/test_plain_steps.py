@@ -1,10 +1,16 @@
 """Parts are plain tensors in steps of optimizers, and say that they are parts again afterwards."""
 
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import echelon as ec
+from echelon.modules.optimizer_trial import KNOWN
 from echelon.modules.sharded_tensor import ShardedParameter, ShardedTensor
 from tests.parts import build
 
@@ -79,5 +85,65 @@ def test_an_optimizer_that_stepped_before_wrapping_goes_on() -> None:
     expected = ec.run(main, 1, args=("whole",))[0]
     for layout in ("flat", "rows"):
         for found in ec.run(main, 3, args=(layout,)):
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+
+
+class Scaled(nn.Module):
+    """A model with a scalar, or of a scalar alone, whose states have no dims either."""
+
+    def __init__(self, *, alone: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.layer = nn.Identity() if alone else build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def own_load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def load_by_name(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    model.load_optimizer_state_dict(optimizer, model.optimizer_state_dict(optimizer))
+
+
+def load_by_number(model: Any, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """The whole state, as one process has it."""
+    whole, names = model.optimizer_state_dict(optimizer), dict(model.named_parameters())
+    numbered = optimizer.state_dict()
+    numbered["state"] = {i: whole["state"].get(name, {}) for i, name in enumerate(names)}
+    optimizer.load_state_dict(numbered)
+
+
+def load_saved(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    ec.save(folder, step=1, model=model, optimizer=optimizer)
+    ec.load(folder, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_states_of_a_scalar_are_parts_or_numbers_after_each_load(
+    alone: bool, tmp_path: Path
+) -> None:
+    def main(world: ec.World, make: Any, load: Any, folder: str) -> dict[str, Tensor]:
+        wrap = ec.DDP if world.size == 1 else partial(ec.FSDP, min_num_params=0)
+        model = wrap(Scaled(alone=alone), world.group)
+        optimizer = make(model.parameters())
+        for step in range(3):
+            if step == 2:
+                load(model, optimizer, folder)
+            optimizer.zero_grad()
+            (model(torch.ones(1, 3, dtype=torch.float64)) - step).square().sum().backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    makes = [partial(kind, lr=0.01) for kind in sorted(KNOWN, key=lambda kind: kind.__name__)]
+    makes += [partial(torch.optim.NAdam, foreach=False), partial(torch.optim.ASGD, foreach=False)]
+    loads = [own_load, load_by_name, load_by_number, load_saved]
+    for i, (make, load) in enumerate(product(makes, loads)):
+        # Loads differ in the dtype that a number gets.
+        expected = ec.run(main, 1, args=(make, load, str(tmp_path / f"{i} whole")))[0]
+        for found in ec.run(main, 2, args=(make, load, str(tmp_path / f"{i} parts"))):
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)

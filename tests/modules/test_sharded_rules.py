@@ -52,6 +52,16 @@ def test_backward_to_a_frozen_part_says_which() -> None:
         looks(lambda p: loss.backward(inputs=[p.requires_grad_(False)]))
 
 
+def test_backward_to_a_flat_parameter_is_refused() -> None:
+    def main(world: World) -> None:
+        model = ec.FSDP(build(), world.group, min_num_params=0, use_orig_params=False)
+        loss = model(torch.ones(2, 3, dtype=torch.float64)).sum()
+        with pytest.raises(StateError, match=r"'flat parameter of .* through which no gradient"):
+            loss.backward(inputs=list(model.parameters()))
+
+    ec.run(main, 2)
+
+
 def test_a_part_in_a_text_is_its_description() -> None:
     texts: list[tuple[str, str]] = []
     looks(lambda p: texts.append((f"{p}", repr(p))))

@@ -75,6 +75,27 @@ def test_a_module_that_makes_no_values_is_an_error_on_every_rank() -> None:
         assert text.startswith("rank 1 cannot make values of its stages: '1.scale' is on meta")
 
 
+class Scaled(nn.Linear):
+    """Inherits a ``reset_parameters`` that does not know of its scale."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+def test_a_tensor_that_its_module_does_not_write_is_an_error_on_every_rank() -> None:
+    def main(world: World) -> str:
+        with torch.device("meta"):
+            stages = [nn.Linear(2, 2), Scaled()]
+        with pytest.raises(ArgumentError) as caught:
+            ec.Pipeline(stages, world.group, microbatches=2)
+        return str(caught.value)
+
+    for text in ec.run(main, 2):
+        assert text.startswith("rank 1 cannot make values of its stages: reset_parameters() of")
+        assert "wrote no values into '1.scale': " in text
+
+
 def test_materialize_must_be_a_function() -> None:
     def main(world: World) -> None:
         ec.Pipeline([nn.Linear(2, 2)], world.group, microbatches=1, materialize=3)  # type: ignore[arg-type]

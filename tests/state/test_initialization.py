@@ -1,8 +1,14 @@
 """A module on the meta device gets the values that its name and the seed determine."""
 
+import inspect
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from echelon.errors import ArgumentError
 from echelon.state.initialization import Initializer, ParameterPlace, own_tensors
@@ -10,13 +16,15 @@ from echelon.state.initialization import Initializer, ParameterPlace, own_tensor
 CPU = torch.device("cpu")
 
 
-def initializer_of(model: nn.Module) -> Initializer:
+def initializer_of(
+    model: nn.Module, materialize: Callable[[nn.Module], None] | None = None
+) -> Initializer:
     places = {
         id(tensor): ParameterPlace(f"{name}.{local}", name, module, tuple(tensor.shape))
         for name, module in model.named_modules()
         for local, tensor in own_tensors(module)
     }
-    return Initializer(places, CPU, None)
+    return Initializer(places, CPU, materialize)
 
 
 def weight_of(name: str, seed: int) -> torch.Tensor:
@@ -73,3 +81,85 @@ def test_a_module_that_cannot_initialise_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"'head' \(Module\) has no reset_parameters"):
         initializer_of(model).check(place)
     Initializer({}, CPU, materialize=lambda module: None).check(place)
+
+
+def put_memory(tensor: Tensor) -> None:
+    tensor.data = torch.zeros(4, *tensor.shape, dtype=tensor.dtype)[1]
+
+
+# Ways to write, of which some raise no version and some write what was in the memory before.
+WAYS: list[Callable[[Tensor], object]] = [
+    Tensor.zero_,
+    lambda tensor: tensor.data.zero_(),
+    lambda tensor: tensor.data.fill_(-1),
+    lambda tensor: tensor.detach().view(-1).fill_(1),
+    lambda tensor: tensor.flatten()[:1].zero_(),
+    lambda tensor: tensor.data.untyped_storage().fill_(0),
+    lambda tensor: tensor.copy_(tensor.clone()),
+    put_memory,
+]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+SHAPES = [(), (1,), (5,), (2, 3), (0, 3)]
+
+
+def writes_all_but(unwritten: list[str], way: Callable[[Tensor], object]) -> Any:
+    def write(module: nn.Module) -> None:
+        for local, buffer in module.named_buffers():
+            if local not in unwritten and buffer.numel():
+                way(buffer)
+
+    return write
+
+
+def test_each_tensor_that_is_not_written_is_named_and_no_other() -> None:
+    for shift, way in enumerate(WAYS):
+        module, unwritten = nn.Module(), []
+        for i, (dtype, shape) in enumerate(product(DTYPES, SHAPES)):
+            module.register_buffer(f"b{i}", torch.empty(shape, dtype=dtype, device="meta"))
+            if (i + shift) % 3 == 0 and 0 not in shape:
+                unwritten.append(f"b{i}")
+        initializer = initializer_of(module, writes_all_but(unwritten, way))
+        names = ", ".join(f"'.{local}'" for local in unwritten)
+        with pytest.raises(ArgumentError) as caught:
+            initializer.make("", module, set(map(id, module.buffers())), 0)
+        assert f"module '' (Module) wrote no values into {names}: " in str(caught.value)
+
+
+def made_by_torch() -> list[nn.Module]:
+    """Each module of torch that initialises itself, on meta."""
+    modules = []
+    for kind in vars(nn).values():
+        is_lazy = inspect.isclass(kind) and issubclass(kind, LazyModuleMixin)
+        if hasattr(kind, "reset_parameters") and not is_lazy:
+            for args in [(4, 4, 3), (4, 4), (4,), (2, 4)]:
+                try:
+                    with torch.device("meta"):
+                        modules.append(kind(*args))
+                    break
+                except (TypeError, ValueError, RuntimeError):
+                    pass
+    return modules
+
+
+def test_modules_of_torch_write_all_that_they_have() -> None:
+    modules = [
+        module
+        for module in made_by_torch()
+        # Recurrent ones have weak references to their parameters, which an error says.
+        if next(own_tensors(module), None) and not isinstance(module, nn.RNNBase)
+    ]
+    assert len(modules) > 20
+    for module in modules:
+        own = {id(tensor) for _, tensor in own_tensors(module)}
+        initializer_of(module).make("", module, own, 0)

@@ -11,24 +11,9 @@ from echelon.state.optimizer_state import (
     gather_optimizer_state,
     load_optimizer_state,
     matches,
-    number_keys,
 )
 from echelon.state.sharded_state import ParameterShards
 from echelon.state.tensor_shard import TensorShard
-
-
-def test_a_parameter_without_dims_has_states_of_both_kinds() -> None:
-    one, many = torch.tensor(1.0), torch.ones(2)
-    shapes = {"scale": (), "weight": (2,)}
-    state = {
-        "scale": {"step": one, "average": one, "decay": one, "own": one},
-        "weight": {"step": one, "average": many, "decay": one},
-    }
-    numbers = number_keys(
-        (shapes[name], key, value) for name, own in state.items() for key, value in own.items()
-    )
-    found = {key: key not in numbers for key in state["scale"]}
-    assert found == {"step": False, "average": True, "decay": False, "own": True}
 
 
 def flat_shards(sizes: dict[str, int]) -> tuple[nn.Parameter, ParameterShards]:

@@ -30,7 +30,7 @@ from echelon.values.untrusted_json import brief
 from echelon.values.value_types import DTYPES, dtype_name
 
 # The keys of entries in a section; the docstring of ``sections`` specifies them.
-_PER_ELEMENT, _OTHER_SHAPE, _NUMBER = "$like", "$whole", "$number"
+_PER_ELEMENT, _OTHER_SHAPE, _NUMBER, _NUMBERS = "$like", "$whole", "$number", "$numbers"
 
 # Saving --------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ def _saved(
     if per_element:
         return {_PER_ELEMENT: dtype}, replace(renamed(shard, name, key), values=value.detach())
     if not value.dim():
-        return {_NUMBER: [dtype, encode(value.item(), where)[0]]}, None
+        return {_NUMBER: _number(value, where)}, None
     # A tensor of another shape, such as the row means of Adafactor.
     shape = tuple(value.shape)
     if not is_unflattened or not shard.is_whole:
@@ -155,14 +155,20 @@ def _saved_options(name: str, i: int, group: Mapping[str, Any]) -> Json:
     for key, value in group.items():
         if key not in ("params", "param_names"):
             where = f"{name}.param_groups[{i}].{key}"
-            if isinstance(value, Tensor) and not value.dim():
-                number, _ = encode(value.item(), where)
-                options[key] = {_NUMBER: [dtype_name(value.dtype), number]}
-                continue
-            options[key], tensors = encode(value, where)
-            if tensors:
-                raise ArgumentError(f"{where} is a tensor with dims; give a number")
+            facts, tensors = encode(value, where)
+            if any(tensor.dim() for tensor in tensors.values()):
+                raise ArgumentError(f"{where} is or holds a tensor with dims; give a number")
+            if isinstance(value, Tensor):
+                facts = {_NUMBER: _number(value, where)}
+            elif tensors:
+                numbers = {path: _number(tensor, where) for path, tensor in tensors.items()}
+                facts = {_NUMBERS: [facts, numbers]}
+            options[key] = facts
     return options
+
+
+def _number(value: Tensor, where: str) -> Json:
+    return [dtype_name(value.dtype), encode(value.item(), where)[0]]
 
 
 # Loading --------------------------------------------------------------------------------------
@@ -174,9 +180,17 @@ def number_of(facts: Json, where: str) -> Any:
     Raises:
         CheckpointCorrupt: the facts are of neither.
     """
-    if not isinstance(facts, dict) or _NUMBER not in facts:
-        return decode(facts, {}, where)
-    dtype, saved = facts[_NUMBER]
+    if isinstance(facts, dict) and _NUMBER in facts:
+        return _tensor_of(facts[_NUMBER], where)
+    tensors: dict[str, Tensor] = {}
+    if isinstance(facts, dict) and _NUMBERS in facts:
+        facts, numbers = facts[_NUMBERS]
+        tensors = {path: _tensor_of(number, where) for path, number in numbers.items()}
+    return decode(facts, tensors, where)
+
+
+def _tensor_of(number_facts: Json, where: str) -> Tensor:
+    dtype, saved = number_facts
     number = decode(saved, {}, where)
     if isinstance(number, int | float | complex):
         try:

@@ -13,7 +13,8 @@
     PARAM is the name of a parameter in the checkpoint: that of its model, a slash, its own
     ENTRY is {"$like": DTYPE}: the tensor OPTIMIZER/PARAM/KEY, of the shape of the parameter;
              {"$whole": DTYPE}: such a tensor of another shape;
-             {"$number": [DTYPE, X]}: a tensor without dims; else an X
+             {"$number": [DTYPE, X]}: a tensor without dims;
+             {"$numbers": [X, {PATH: [DTYPE, X]}]}: an X with such tensors at its paths; else an X
 
 A tensor of an X has the name of what was saved, a slash and its path. Where the tensors of ranks
 differ, the first one's has that name, and that of rank 3 stands under ``own/3/`` and that name.
@@ -266,10 +267,14 @@ class _SectionChecker:
             if key in entry:
                 self._dtype(entry[key])
         if "$number" in entry:
-            number = self._list(entry["$number"])
-            if len(number) != 2:
-                self._refuse("has a number that is none")
-            self._dtype(number[0])
+            self._dtype(self._pair(entry["$number"])[0])
+        if "$numbers" in entry:
+            for number in self._dict(self._pair(entry["$numbers"])[1]).values():
+                self._dtype(self._pair(number)[0])
+
+    def _pair(self, value: Any) -> list[Any]:
+        pair = self._list(value)
+        return pair if len(pair) == 2 else self._refuse("has a number that is none")
 
     def _dtype(self, value: Any) -> None:
         if not isinstance(value, str) or value not in DTYPES:

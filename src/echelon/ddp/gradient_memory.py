@@ -76,16 +76,17 @@ class GradientMemory:
 
 
 def _views(flat: Tensor, starts: Sequence[int], params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """A view of ``flat`` for each parameter, with its shape and, where it is dense, its strides.
+    """The memory of ``flat`` for each parameter, in its shape and, where it is dense, its strides.
 
-    Equal strides keep copies and optimizers on their fast paths (channels-last weights).
+    None is a view for autograd, so that ``p.grad.detach_()`` works. Equal strides keep copies and
+    optimizers on their fast paths (channels-last weights).
     """
     views = []
     for start, param in zip(starts, params, strict=True):
         dims = sorted(range(param.dim()), key=param.stride, reverse=True)
         if param.is_contiguous() or not param.detach().permute(dims).is_contiguous():
-            views.append(flat[start : start + param.numel()].view(param.shape))
+            views.append(flat[start : start + param.numel()].view(param.shape).detach())
         else:
             offset = flat.storage_offset() + start
-            views.append(flat.as_strided(param.shape, param.stride(), offset))
+            views.append(flat.as_strided(param.shape, param.stride(), offset).detach())
     return views

@@ -199,11 +199,11 @@ class Backward:
     def reach(self, u: int, forward: UnitForward, run: ForwardRun) -> None:
         """Backward has reached an output of a unit: unshard it."""
         if torch.is_grad_enabled():
+            resharded = "parameters that the next backward would read are resharded, and "
             raise UnsupportedError(
-                "create_graph=True over FSDP: the backward of this backward would read parameters "
-                "that were resharded, and reduced gradients have no graph. Take second derivatives "
-                "(a gradient penalty, score matching) of a model in ec.DDP, or write the first "
-                "one out as a forward"
+                f"create_graph=True over FSDP: {resharded if self._units[u].is_sharded else ''}"
+                "reduced gradients have no graph. Take second derivatives (a gradient penalty, "
+                "score matching) of a model in ec.DDP, or write the first one out as a forward"
             )
         run.awaits_backward = False
         current = self._begin()

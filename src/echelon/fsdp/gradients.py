@@ -201,7 +201,9 @@ class GradientShard:
             part = storage.devices.empty_shard(storage.part_numel, self.grad_dtype).zero_()
             has_padding = storage.part_numel != storage.shard_numel
             self._part, self._flat = part, part[: storage.shard_numel] if has_padding else part
-            self.views = storage.mark_gradients(self._views_of(self._flat))
+            # Of what is a view for autograd, ``p.grad.detach_()`` would be refused.
+            views = map(Tensor.detach, self._views_of(self._flat))
+            self.views = storage.mark_gradients([*views])
             with DisableTorchFunctionSubclass():
                 self._addresses = [*map(Tensor.data_ptr, self.views)]
             self._held_by_us = count_references(self._flat, self.views)

@@ -107,4 +107,4 @@ def flat_sharding(storage: ShowsParts) -> Sharding:
     ranges = tuple(zip(ends[:-1], numels, strict=True))
     name = f"flat parameter of {storage.label}"
     whole = storage.shardings[0].flattened((ends[-1],))
-    return replace(whole, name=name, ranges=ranges, aliases=[])
+    return replace(whole, name=name, ranges=ranges, is_flat=True, aliases=[])

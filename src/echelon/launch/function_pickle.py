@@ -4,17 +4,22 @@ The only pickles of this library, and the only place that reads one. They go thr
 child inherits from its parent, so that no other process can write what is read here.
 
 What is defined in a notebook, in ``python -c``, on standard input or at a prompt cannot be
-imported by a child; nor can a closure or a lambda. cloudpickle sends their code.
+imported by a child; nor can a closure, a lambda, or what a script makes under
+``if __name__ == "__main__":``. cloudpickle sends their code.
 """
 
 from __future__ import annotations
 
+import ast
+import dis
 import io
 import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -101,7 +106,64 @@ def _bytes_with_code(value: object) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and (name := _missing_in_child(obj)) is not None:
+            raise pickle.PicklingError(
+                f'{name!r} is made under `if __name__ == "__main__":`, which other processes do '
+                "not run: make it above that line"
+            )
         return _reduced(obj)
+
+
+def _missing_in_child(value: type | FunctionType) -> str | None:
+    """What ``value`` is or uses of the main module that a child that imports it does not have."""
+    main = vars(sys.modules["__main__"])
+    if value.__module__ not in _MAIN or not (guarded := _guarded_names(main.get("__file__"))):
+        return None
+    waiting, seen = [value.__qualname__.partition(".")[0]], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in guarded:
+            return name
+        used = main.get(name)
+        if name not in seen and isinstance(used, FunctionType) and used.__module__ in _MAIN:
+            waiting += _globals_in(used.__code__)
+        seen.add(name)
+    return None
+
+
+_MAIN = ("__main__", "__mp_main__")  # where multiprocessing imports the script
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    """The globals that a function looks up, and those that functions inside of it do."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+        elif isinstance(instruction.argval, CodeType):
+            yield from _globals_in(instruction.argval)
+
+
+@cache
+def _guarded_names(file: str | None) -> frozenset[str]:
+    """The functions and classes of a script that are made where it asks for its ``__name__``."""
+    try:
+        statements = ast.parse(Path(str(file)).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # no text of Python, as in an archive
+        return frozenset()
+    waiting: list[ast.AST] = [
+        statement
+        for statement in statements
+        if isinstance(statement, ast.If)
+        and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(statement.test))
+    ]
+    names = set[str]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return frozenset(names)
 
 
 def _reduced(value: object) -> Any:

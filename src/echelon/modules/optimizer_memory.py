@@ -17,7 +17,7 @@ import copy
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, final
 
@@ -32,6 +32,29 @@ _MAX_DEPTH = 6
 _NUM_COLUMNS = 16  # of what has several numbers for an element or a row: the others are as these
 # What is not a value: hooks, and classes or functions with attributes of their own.
 _OPAQUE = (str, bytes, type, FunctionType, MethodType, ModuleType, nn.Module, torch.Generator)
+
+# States of optimizers of torch that are one number for a parameter, as is "step" in all of them.
+_NUMBERS: dict[type[Optimizer], set[str]] = {
+    torch.optim.NAdam: {"mu_product"},
+    torch.optim.ASGD: {"eta", "mu"},
+}
+
+
+def number_keys(
+    optimizer: Optimizer, states: Iterable[tuple[tuple[int, ...], str, Any]]
+) -> set[str]:
+    """The keys of states that are one number for a parameter, and not one for each element.
+
+    Both are tensors without dims if the parameter has none; then the states of other parameters
+    under the same key decide.
+
+    Args:
+        states: the shape of the parameter, the key and the value of each state.
+    """
+    with_dims = [(key, value) for shape, key, value in states if shape]
+    per_element = {key for key, value in with_dims if isinstance(value, Tensor) and value.dim()}
+    of_kind = (keys for kind, keys in _NUMBERS.items() if isinstance(optimizer, kind))
+    return {"step"}.union((key for key, _ in with_dims), *of_kind) - per_element
 
 
 @final

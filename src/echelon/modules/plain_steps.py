@@ -21,6 +21,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import Optimizer
 
 from echelon.comm.compiler_bypass import bypass_compiler
+from echelon.modules.optimizer_memory import number_keys
 from echelon.modules.sharded_tensor import (
     KeptGradient,
     ShardedParameter,
@@ -222,11 +223,21 @@ def _state_is_another(optimizer: Optimizer) -> None:
 
 def _take_parts(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
     """Cut a state that was made for whole parameters: before wrapping, or by one process."""
-    for param in params:
-        home, state = sharding_of(param), optimizer.state.get(param, {})
+    states = [(sharding_of(param), optimizer.state.get(param, {})) for param in params]
+    numbers = number_keys(
+        optimizer,
+        ((home.shape, key, value) for home, state in states for key, value in state.items()),
+    )
+    for home, state in states:
+        # In one of a scalar, a tensor with dims is a part already, and those without are numbers.
+        is_cut = not home.shape and any(
+            isinstance(value, Tensor) and value.dim() for value in state.values()
+        )
+        if is_cut or home.shape == home.local_shape:
+            continue
         for key, value in state.items():
             is_whole = isinstance(value, Tensor) and tuple(value.shape) == home.shape
-            if is_whole and home.shape != home.local_shape and key != "step":
+            if is_whole and key not in numbers:
                 state[key] = home.part_of(value).clone()
 
 

@@ -80,6 +80,11 @@ def _backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
                 f"backward(inputs=...) has {sharding_of(value).describe()}, which requires no "
                 "gradient: leave it out of inputs"
             )
+        if sharding_of(value).is_flat:
+            raise StateError(
+                f"backward(inputs=...) has {sharding_of(value).describe()}, through which no "
+                "gradient flows: call backward() without inputs, or wrap with use_orig_params=True"
+            )
     with DisableTorchFunctionSubclass():
         edges = [get_gradient_edge(value) if is_part(value) else value for value in inputs]
     func(*args, **{**kwargs, "inputs": edges})

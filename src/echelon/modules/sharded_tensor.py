@@ -59,6 +59,7 @@ class Sharding:
         ranges: by rank, the first element in the flattened tensor and the number of elements.
         group: the ranks that hold the parts; None where this rank holds the whole tensor.
         by_rows: whether the part has the shape of rows of dim 0, and not one dim.
+        is_flat: whether it is a flat parameter, which is in no graph: those of the model are.
         is_staged: whether other ranks have other tensors, of other stages of a pipeline.
         source: of a gradient of a stage, the id of its parameter.
         pieces: of which tensors this is the concatenation, each flattened; empty where it is one.
@@ -72,6 +73,7 @@ class Sharding:
     ranges: Sequence[tuple[int, int]] = ()
     group: Group | None = None
     by_rows: bool = False
+    is_flat: bool = False
     is_staged: bool = False
     source: int | None = None
     pieces: tuple[Sharding, ...] = ()
@@ -360,7 +362,12 @@ def is_part(tensor: object) -> bool:
 
 def mark(tensor: Tensor, sharding: Sharding) -> ShardedTensor:
     """The same memory, as a part."""
-    marked = unmarked(tensor).as_subclass(ShardedTensor)
+    plain = unmarked(tensor)
+    if plain.requires_grad:
+        marked = plain.as_subclass(ShardedTensor)
+    else:  # as_subclass would make a view, on which ``detach_()`` is refused
+        marked = cast(ShardedTensor, plain.detach())
+        marked.__class__ = ShardedTensor
     marked._sharding = sharding
     return marked
 

@@ -42,29 +42,38 @@ def initialize(
                 if tensor.is_meta:
                     on_meta[id(tensor)] = tensor
     maker = Initializer(places, group.device, materialize)
-    problem = _problem(maker, [places[key] for key in on_meta])
-    by_rank = group.all_gather_object((bool(on_meta), problem))
-    for rank, (_, text) in enumerate(by_rank):
-        if text is not None:
-            raise ArgumentError(f"rank {rank} cannot make values of its stages: {text}")
-    if not any(has_meta for has_meta, _ in by_rank):
+
+    def check() -> None:
+        for key in on_meta:
+            maker.check(places[key])
+
+    if not any(_together(group, check, has_meta=bool(on_meta))):
         if materialize is not None:
             raise nothing_to_materialize("on meta on any rank")
         return
     # One draw on every rank, so that equal random streams stay equal.
     seed: int = group.broadcast_object(draw_seed(), 0)
-    for key, tensor in on_meta.items():
-        if tensor.is_meta:  # otherwise its owner made it together with another one
-            owner = places[key].owner
-            keys = (id(tensor) for _, tensor in own_tensors(owner))
-            owned = {key for key in keys if key in on_meta and places[key].owner is owner}
-            maker.make(places[key].owner_name, owner, owned, seed)
+
+    def make() -> None:
+        for key, tensor in on_meta.items():
+            if tensor.is_meta:  # otherwise its owner made it together with another one
+                owner = places[key].owner
+                keys = (id(tensor) for _, tensor in own_tensors(owner))
+                owned = {key for key in keys if key in on_meta and places[key].owner is owner}
+                maker.make(places[key].owner_name, owner, owned, seed)
+
+    _together(group, make, has_meta=True)
 
 
-def _problem(maker: Initializer, places: list[ParameterPlace]) -> str | None:
+def _together(group: Group, act: Callable[[], None], *, has_meta: bool) -> list[bool]:
+    """Do ``act``, and return ``has_meta`` of all ranks; all raise if it is refused on one."""
+    problem = None
     try:
-        for place in places:
-            maker.check(place)
+        act()
     except ArgumentError as error:
-        return str(error)
-    return None
+        problem = str(error)
+    by_rank = group.all_gather_object((has_meta, problem))
+    for rank, (_, text) in enumerate(by_rank):
+        if text is not None:
+            raise ArgumentError(f"rank {rank} cannot make values of its stages: {text}")
+    return [has_meta for has_meta, _ in by_rank]

@@ -88,10 +88,11 @@ class Initializer:
             name: of the module in the model.
             seed: the base seed.
         """
-        before = dict(own_tensors(module))
-        for tensor in before.values():
-            if id(tensor) in selected:
-                self.allocate(tensor)
+        made = {name: own for name, own in own_tensors(module) if id(own) in selected}
+        for tensor in made.values():
+            self.allocate(tensor)
+            _memory_of(tensor).fill_(_fill_of(tensor))
+        versions = {local: tensor._version for local, tensor in made.items()}
         initialize = self._initializer_of(module)
         assert initialize is not None, "checked at the start"
         seed = _seed_of(seed, name)
@@ -99,11 +100,23 @@ class Initializer:
         with self._isolated(module, selected), seeded, torch.no_grad():
             initialize()
             for local, tensor in own_tensors(module):
-                if id(before.get(local)) in selected and tensor is not before[local]:
+                if tensor is not made.get(local, tensor):
                     raise ArgumentError(
                         f"the initialisation of module {name!r} put another tensor in the place of "
                         f"{local!r}: write the values into the one that is there"
                     )
+        unwritten = [
+            repr(self._places[id(tensor)].name)
+            for local, tensor in made.items()
+            if tensor._version == versions[local] and _has_its_fill(tensor)
+        ]
+        if unwritten:
+            by = "reset_parameters()" if self._materialize is None else "materialize"
+            raise ArgumentError(
+                f"{by} of module {name!r} ({type(module).__name__}) wrote no values into "
+                f"{', '.join(unwritten)}: it initialises all parameters and buffers of its module "
+                "that are on meta"
+            )
 
     @contextmanager
     def _isolated(self, module: nn.Module, selected: AbstractSet[int]) -> Iterator[None]:
@@ -148,6 +161,29 @@ class Initializer:
                 f"place ({error}): build the model without the meta device, or drop what refers "
                 "to it"
             ) from error
+
+
+# Writes through ``.data`` or NumPy do not count in the version of a tensor, so memory that nobody
+# has written is known by its bytes, too.
+
+
+def _fill_of(tensor: Tensor) -> int:
+    """The byte in all memory of a tensor that is not initialised yet.
+
+    In floats all bits are set, which is a NaN that no operation makes, so that a tensor that was
+    written in part shows. In integers that would be -1.
+    """
+    return 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0xA5
+
+
+def _has_its_fill(tensor: Tensor) -> bool:
+    memory = _memory_of(tensor)
+    return bool(memory.numel()) and {int(end) for end in memory.aminmax()} == {_fill_of(tensor)}
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage())
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

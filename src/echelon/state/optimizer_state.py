@@ -32,9 +32,10 @@ from echelon.comm.compiler_bypass import bypass_compiler
 from echelon.comm.group import Group
 from echelon.errors import ArgumentError, StateError, UnsupportedError
 from echelon.errors.message_text import misfit_text
+from echelon.modules.optimizer_memory import number_keys
 from echelon.modules.sharded_tensor import is_part, local_shard
 from echelon.state.sharded_state import HasShards, ParameterShards, ShardsByParam
-from echelon.state.tensor_shard import Shape, TensorShard
+from echelon.state.tensor_shard import TensorShard
 
 StateByName = Mapping[str, Mapping[str, Any]]
 
@@ -65,7 +66,8 @@ def entries_of(optimizer: Optimizer, shards: ShardsByParam) -> Iterator[StateEnt
         if param in optimizer.state
     ]
     numbers = number_keys(
-        (tuple(shape), key, value) for _, shape, state in states for key, value in state.items()
+        optimizer,
+        ((tuple(shape), key, value) for _, shape, state in states for key, value in state.items()),
     )
     for param, shape, state in states:
         ranges = shards.get(param, ())
@@ -97,20 +99,6 @@ def _split(
 def _is_flat(param: nn.Parameter, ranges: Sequence[TensorShard]) -> bool:
     """Whether the optimizer has a flat parameter in the place of those of the model."""
     return len(ranges) != 1 or ranges[0].identity != id(param)
-
-
-def number_keys(states: Iterable[tuple[Shape, str, Any]]) -> set[str]:
-    """The keys of states that are one number for a parameter, and not one for each element.
-
-    Both are tensors without dims if the parameter has none; then the states of other parameters
-    under the same key decide.
-
-    Args:
-        states: the shape of the parameter, the key and the value of each state.
-    """
-    with_dims = [(key, value) for shape, key, value in states if shape]
-    per_element = {key for key, value in with_dims if isinstance(value, Tensor) and value.dim()}
-    return {key for key, _ in with_dims if key not in per_element} | {"step"} - per_element
 
 
 # Saving --------------------------------------------------------------------------------------
@@ -322,7 +310,7 @@ def load_optimizer_state(
     ]
     if wrong:
         raise ArgumentError(f"the optimizer state does not fit: {misfit_text([], [], wrong)}")
-    numbers = number_keys((shard.shape, key, value) for shard, key, value in named)
+    numbers = number_keys(optimizer, ((shard.shape, key, value) for shard, key, value in named))
     states = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
