@@ -133,11 +133,6 @@ def set_rng_state(new_state: Tensor, device: Any = DEVICE) -> None:
     generator().set_state(new_state)
 
 
-def get_rng_state_all() -> list[Tensor]:
-    """The state of the default generator."""
-    return [get_rng_state()]
-
-
 def set_rng_state_all(new_states: list[Tensor]) -> None:
     """Restore the state of the default generator."""
     set_rng_state(new_states[0])
