@@ -61,6 +61,9 @@ COVERED = {
     "fsdp/storage_kinds.py, GatheredStorage._allocate: devices.unshard_stream.wait_for_current()": (
         "`reshard`, which follows at once, waits as well"
     ),
+    "fsdp/gradients.py, Reduction.finish: self._devices.reduce_stream.wait_for_current()": (
+        "the next reduction waits as well before its stream hands out memory"
+    ),
 }
 
 

@@ -7,16 +7,24 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
 from echelon import Offload, Strategy
-from tests.device.detector import Detector
-from tests.device.played_device import played_devices, watched
+from echelon.testing.device import simulated_device
+from echelon.testing.device.torch_module import DEVICE
+from tests.device.compiler import needs_compiler
 from tests.device.programs import BF16, Normed, Training, ddp, fsdp
+from tests.device.waits import SOURCE, places
 
-LATE = "modules/parameters.py:is_yes"  # an answer of the step before
+pytestmark = needs_compiler
+LATE = "modules/parameters.py, LateAnswer.is_yes"  # an answer of the step before
 FSDP = {LATE: 1}
 # The gathers of the step before have read the host's memory; and gradients, once for each unit.
-OFFLOADED = {LATE: 1, "fsdp/local_shard.py:wait_for_unshards": 1, "fsdp/gradients.py:finish": 4}
+OFFLOADED = {
+    LATE: 1,
+    "fsdp/local_shard.py, ShardDevices.wait_for_unshards": 1,
+    "fsdp/gradients.py, Reduction.finish": 4,
+}
 DDP = {LATE: 4}
 
 
@@ -35,12 +43,14 @@ DDP = {LATE: 4}
 def test_the_host_waits_in_a_step_only_where_it_must(
     make: Callable[[], Training], expected: dict[str, int]
 ) -> None:
-    with played_devices(), watched(Detector()) as detector:
+    with simulated_device() as device, torch.device(DEVICE):
         training = make()
         training.step(4)
-        before = Counter(detector.host_waits)
+        device.look()
+        before = places(device.host_waits)
         training.step(1)
+        device.look()
     waits: Counter[str] = Counter()
-    for place, count in (detector.host_waits - before).items():
-        waits[place.rpartition(":")[0]] += count
+    for place, count in (places(device.host_waits) - before).items():
+        waits[f"{place.file[len(SOURCE) + 1 :]}, {place.function}"] += count
     assert waits == expected

@@ -1,4 +1,4 @@
-"""With costs, the lines of the detector are a clock: what a device overlaps is a law."""
+"""With costs, the streams of the device are a clock: what it overlaps is a law."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import echelon as ec
-from echelon.comm.lone.group import LoneGroup
-from tests.device.detector import Detector
-from tests.device.played_device import played_devices, watched
-from tests.device.programs import part_of
+from echelon.testing.device import simulated_device
+from echelon.testing.device.torch_module import DEVICE
+from tests.device.compiler import needs_compiler
+from tests.device.programs import part_of, rank_of
+
+pytestmark = needs_compiler
 
 NUM_UNITS = 12
 TOLERANCE = 1.05
@@ -52,9 +54,9 @@ def times(costs: dict[str, float], *, replicas: int = 1, **options: Any) -> tupl
     def cost(operation: str, nbytes: int) -> float:
         return {"mm": 1.0, **costs}.get(operation, 0.0) if nbytes > 32 else 0.0  # not of flags
 
-    with played_devices(), watched(Detector(costs=cost)) as detector:
+    with simulated_device(costs=cost) as device, torch.device(DEVICE):
         blocks = nn.Sequential(*[Block() for _ in range(NUM_UNITS)])
-        group: ec.Group = LoneGroup(0, range(4 * replicas))
+        group = rank_of(4 * replicas)
         if replicas > 1:
             options["strategy"] = ec.Strategy.HYBRID_SHARD
             options["replicate"] = part_of(group, range(0, 4 * replicas, 4))
@@ -67,17 +69,17 @@ def times(costs: dict[str, float], *, replicas: int = 1, **options: Any) -> tupl
             **options,
         )
         for _ in range(3):
-            start = detector.end_of_all()
+            start = device.finished_at()
             loss = model(torch.ones(2, 8)).sum()
-            middle = detector.default.time
+            middle = device.finished_at(torch.accelerator.current_stream())
             loss.backward()
-            end = detector.end_of_all()
-    assert detector.findings == []
+            end = device.finished_at()
+        assert not device.report()
     return middle - start, end - middle
 
 
 def of_gathers(gather: float, **options: Any) -> tuple[float, float]:
-    return times({"all_gather": gather, "all_gather_single": gather}, **options)
+    return times({"_allgather_base": gather}, **options)
 
 
 def optimum(first: float, exposed: float, compute: float) -> float:
@@ -108,7 +110,7 @@ def test_by_default_a_backward_hides_all_gathers_but_the_first(gather: float) ->
 
 @pytest.mark.parametrize("reduction", GATHERS)
 def test_by_default_a_backward_hides_all_reductions_but_the_last(reduction: float) -> None:
-    _, backward = times({"reduce_scatter_single": reduction})
+    _, backward = times({"_reduce_scatter_base": reduction})
     assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + reduction)
 
 
@@ -120,6 +122,6 @@ def test_by_default_a_forward_hides_all_gathers_but_the_first(gather: float) -> 
 
 @pytest.mark.parametrize("offload", ec.Offload)
 def test_a_backward_hides_all_reductions_over_replicas_but_the_last(offload: ec.Offload) -> None:
-    costs = {"reduce_scatter_single": 0.5, "all_reduce": 2.0}
+    costs = {"_reduce_scatter_base": 0.5, "allreduce": 2.0}
     _, backward = times(costs, replicas=2, offload=offload)
     assert backward <= TOLERANCE * (NUM_UNITS * 2.0 + 0.5 + 2.0)
