@@ -12,25 +12,33 @@ from echelon.comm import streams
 CPU = torch.device("cpu")
 
 
-def test_a_machine_without_cuda_gives_every_rank_the_cpu(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def plays_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int = 0) -> list:
+    """Let torch find devices of this kind; returns the indices that are chosen."""
+    chosen: list[object] = []
+    device = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: device
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    return chosen
+
+
+@pytest.mark.parametrize("kind", [None, "mps"])  # which has no streams
+def test_a_machine_without_an_accelerator_gives_every_rank_the_cpu(monkeypatch, kind) -> None:
+    plays_accelerator(monkeypatch, kind)
     assert [streams.local_device(rank) for rank in range(3)] == [CPU] * 3
 
 
-def test_ranks_of_a_host_take_its_cuda_devices_in_turn(monkeypatch) -> None:
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_ranks_of_a_host_take_its_devices_in_turn(monkeypatch, kind) -> None:
+    chosen = plays_accelerator(monkeypatch, kind, 2)
     found = [streams.local_device(rank) for rank in range(3)]
-    assert found == [torch.device("cuda", i) for i in (0, 1, 0)] == chosen
+    assert found == [torch.device(kind, i) for i in (0, 1, 0)] == chosen
 
 
 def test_a_script_that_has_bound_its_process_group_to_a_device_gets_that_one(monkeypatch) -> None:
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    chosen = plays_accelerator(monkeypatch, "cuda", 4)
     bound = torch.device("cuda", 3)
     assert [streams.local_device(0, bound)] == [bound] == chosen
 
@@ -118,8 +126,8 @@ def test_a_stream_orders_streams_by_events_and_blocks_the_host_only_to_synchroni
 ) -> None:
     log: list[str] = []
     current = FakeStream("current", log)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: FakeStream("own", log))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream("own", log))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
     stream = getattr(streams.device_of(CUDA), new_stream)()
     stream.wait_for_current()
     event = stream.record_event()
@@ -141,7 +149,7 @@ def test_on_the_cpu_a_stream_is_the_current_order() -> None:
 
 def test_side_streams_come_before_the_current_one(monkeypatch) -> None:
     priorities: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: priorities.append(priority))
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: priorities.append(priority))
     streams.device_of(CUDA).side_stream()
     assert priorities == [-1]
 

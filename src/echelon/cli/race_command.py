@@ -13,6 +13,7 @@ import typer
 from echelon.cli.output import say
 from echelon.cli.run_command import Ranks
 from echelon.errors import ArgumentError
+from echelon.errors.message_text import counted
 from echelon.launch.program import Launch, Program
 
 _PROGRAM = "echelon.testing.device.raced_script"
@@ -101,6 +102,7 @@ def _show(runs: Sequence[_Run]) -> int:
     ]
     if different:
         say(f"\nthe host saw other values than in {runs[0].name} in: {'; '.join(different)}")
-    number = len(of_text)
-    say(f"\n{number or 'no'} race{'' if number == 1 else 's'} in {len(runs)} runs")
-    return int(bool(of_text or different or any(run.code for run in runs)))
+    has_failed = bool(runs[-1].code)
+    until = ", until the script failed" if has_failed else ""
+    say(f"\n{counted(len(of_text), 'race')} in {counted(len(runs), 'run')}{until}")
+    return int(bool(of_text or different or has_failed))

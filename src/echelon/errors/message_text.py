@@ -120,6 +120,16 @@ def _shown(character: str) -> str:
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(2, "race"), counted(0, "race")
+        ('2 races', 'no races')
+    """
+    return f"{number or 'no'} {what if number == 1 else f'{what}s'}"
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 1, 2, 5``; long lists are cut."""
     if not ranks:

@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 
 import torch
 
+from echelon.errors.message_text import counted
 from echelon.testing.device.clocks import Finding, Operation
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -96,16 +97,6 @@ def users_frames(stack: Sequence[Frame]) -> list[Frame]:
         if frame.function == "<module>" or len(frames) == _MOST_FRAMES:
             break
     return frames
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(2, "race")
-        '2 races'
-    """
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def missing_wait(finding: Finding) -> str:
