@@ -46,12 +46,14 @@ def stages_of(device: torch.device, count: int) -> list[nn.Module]:
     return [Stage(dict(layers[a:b])) for a, b in pairwise(cuts)]
 
 
-def trained(world: ec.World, schedule: str, chunks: int, **options: Any) -> dict[str, Tensor]:
+def trained(
+    world: ec.World, schedule: str, chunks: int, microbatches: int = 4, **options: Any
+) -> dict[str, Tensor]:
     """The state of this rank's stages after some steps on the batches of two ranks."""
     pipe = ec.Pipeline(
         stages_of(world.device, world.size * chunks),
         world.group,
-        microbatches=4,
+        microbatches=microbatches,
         schedule=schedule,
         loss_fn=F.mse_loss,
         **options,

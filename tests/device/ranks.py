@@ -50,7 +50,7 @@ class Wide(nn.Module):
 
 def trained_in_stages(schedule: str, chunks: int, world: ec.World) -> None:
     """The stages together have the numbers of one process."""
-    state = test_pipeline.trained(world, schedule, chunks)
+    state = test_pipeline.trained(world, schedule, chunks, microbatches=8)
     parts = world.group.all_gather_object({name: value.cpu() for name, value in state.items()})
     assert_trained({name: value for part in parts for name, value in part.items()}, ranks=2)
 
