@@ -1,4 +1,4 @@
-"""Grades the exercises of the notebooks: weights, bytes sent and peak memory of each rank."""
+"""Grades exercises of the notebooks: weights, bytes sent, peak memory of each rank, and races."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import echelon as ec
+from echelon.testing.device import Order, served_cuda, simulated_device
 
 TOLERANCE = 1e-12  # sums of float64 in another order differ by less
 TIMEOUT_S = 20
@@ -88,6 +89,43 @@ def grade(task: Task, solution: Callable[[ec.World], Weights]) -> Grade:
     peaks = [record.peak_nbytes for record in records]
     _limit(result, "bytes of tensors at most", peaks, task.peak)
     return result
+
+
+def grade_races(
+    title: str, program: Callable[[], Any], expected: Any, steps: int | None = None
+) -> Grade:
+    """Run a program on a simulated GPU, with all work as late as it may be.
+
+    Args:
+        title: a few words.
+        program: it returns what the host has read.
+        expected: what it should return.
+        steps: after how many the device has to be idle, where each operation of a stream takes one.
+    """
+    result = Grade(title)
+    with simulated_device(Order.LAZY, costs=_steps_of) as device, served_cuda():
+        try:
+            values = program()
+        except Exception as error:
+            result.wrong.append(f"the program ended with {type(error).__name__}: {error}")
+            return result
+        report, needed = device.report(), round(device.finished_at())
+    is_right = values == expected
+    text = f"returned {values}" if is_right else f"returned {values} instead of {expected}"
+    (result.right if is_right else result.wrong).append(text)
+    for race in report.findings:
+        places = f"first: {race.first}\n             second: {race.second}"
+        result.wrong.append(f"{race.kind}\n             {places}")
+    if not report:
+        result.right.append("no races")
+    if steps is not None:
+        text = f"{needed} steps of the device, {steps} are allowed"
+        (result.wrong if needed > steps else result.right).append(text)
+    return result
+
+
+def _steps_of(name: str, nbytes: int) -> float:
+    return 0.0 if name == "allocation" else 1.0
 
 
 def _compare(result: Grade, expected: list[dict[str, Tensor]], returned: list[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,7 +65,7 @@ def _defines(statement: ast.stmt) -> bool:
         return True
     text = ast.unparse(statement)
     if isinstance(statement, ast.Assign):
-        return "ec." not in text and "grade(" not in text and "compare(" not in text
+        return not re.search(r"ec\.|grade(_races)?\(|compare\(", text)
     return "set_default_dtype" in text
 
 

@@ -45,6 +45,7 @@ ZERO = "3_zero"
 PIPELINES = "4_pipelines"
 HANGS = "5_hangs"
 MEANS = "6_find_the_wrong_mean"
+RACES = "7_races"
 
 SOLVED = [
     Solved(
@@ -373,6 +374,82 @@ SOLVED = [
                 "            nn.utils.clip_grad_norm_(param, 0.1)\n",
                 "differs",
             ),
+        ),
+    ),
+    Solved(
+        RACES,
+        "prefetcher",
+        r"missing  read after write\n.*copy_ on stream \d+.*\n.*sum on the default stream",
+        (
+            (
+                '            ahead.append(host.to("cuda", non_blocking=True))\n',
+                '            batch = host.to("cuda", non_blocking=True)\n'
+                "            ahead.append((batch, copies.record_event()))\n",
+            ),
+            (
+                "        batch = ahead.popleft()\n",
+                "        batch, copied = ahead.popleft()\n"
+                "        compute.wait_event(copied)\n"
+                "        batch.record_stream(compute)\n",
+            ),
+        ),
+        (
+            Mistake(
+                "        batch.record_stream(compute)\n",
+                "",
+                r"missing  use after free\n.*sum on the default stream.*\n.*allocation on stream",
+            ),
+            Mistake("record_stream(compute)", "record_stream(copies)", "missing  use after free"),
+            Mistake("compute.wait_event(copied)", "copies.wait_event(copied)", "read after write"),
+            Mistake(
+                "compute.wait_event(copied)",
+                "compute.wait_stream(copies)",
+                r"no races\n  missing  12 steps of the device, 11 are allowed",
+            ),
+            Mistake(
+                "        compute.wait_event(copied)\n",
+                "        torch.cuda.synchronize()\n",
+                r"no races\n  missing  \d+ steps of the device",
+            ),
+            Mistake("batch.sum()", "batch.sum().item()", "the program ended with TypeError"),
+        ),
+    ),
+    Solved(
+        RACES,
+        "offloaded",
+        r"missing  read after write\n.*copy_ on stream \d+.*\n.*sub_ on the host",
+        (
+            (
+                "        with torch.cuda.stream(copies):\n"
+                "            gradient.copy_(on_device, non_blocking=True)\n",
+                "        copies.wait_stream(compute)\n"
+                "        with torch.cuda.stream(copies):\n"
+                "            gradient.copy_(on_device, non_blocking=True)\n"
+                "        copies.synchronize()\n",
+            ),
+            (
+                "            weight.copy_(master, non_blocking=True)\n",
+                "            weight.copy_(master, non_blocking=True)\n"
+                "        compute.wait_stream(copies)\n",
+            ),
+        ),
+        (
+            Mistake(
+                "        copies.wait_stream(compute)\n",
+                "",
+                r"missing  read after write\n.*mul on the default stream.*\n.*copy_ on stream",
+            ),
+            Mistake(
+                "        copies.synchronize()\n",
+                "",
+                r"missing  write after read\n.*copy_ on stream.*\n.*sub_ on the host",
+            ),
+            Mistake(
+                "        compute.wait_stream(copies)\n",
+                "",
+                r"missing  read after write\n.*copy_ on stream.*\n.*mul on the default stream",
+            ),
+            Mistake("sub_(gradient)", "sub_(2 * gradient)", r"returned \[.*instead of \[0.125"),
         ),
     ),
 ]

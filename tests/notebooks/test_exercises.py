@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.compiler import needs_compiler
 from tests.notebooks.running import (
     NAMES,
     exercises,
@@ -17,10 +18,16 @@ from tests.notebooks.running import (
 )
 from tests.notebooks.solutions import SOLVED, Solved
 
+RACES = {"prefetcher", "offloaded"}  # on the simulated device
 SLOW = {"by_layers", "zero_1", "parts", "two_steps"}  # each trains some dozen times
 PARAMS = [
     pytest.param(
-        solved, id=solved.exercise, marks=[pytest.mark.slow] if solved.exercise in SLOW else []
+        solved,
+        id=solved.exercise,
+        marks=[
+            *([pytest.mark.slow] if solved.exercise in SLOW else []),
+            *([needs_compiler] if solved.exercise in RACES else []),
+        ],
     )
     for solved in SOLVED
 ]
@@ -72,4 +79,4 @@ def test_right_solutions_pass_and_wrong_ones_are_told_what_is_missing(
 def test_every_exercise_of_every_notebook_has_a_solution_here() -> None:
     stored = {(name, exercise) for name in NAMES for exercise in exercises(name)}
     assert stored == {(solved.notebook, solved.exercise) for solved in SOLVED}
-    assert len(NAMES) == 6
+    assert len(NAMES) == 7

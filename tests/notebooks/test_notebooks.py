@@ -5,12 +5,18 @@ import re
 import nbformat
 import pytest
 
+from tests.device.compiler import needs_compiler
 from tests.notebooks.executing import executed, outputs
 from tests.notebooks.running import FOLDER, NAMES, read
 
+RACES = "7_races"
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[needs_compiler] if name == RACES else []) for name in NAMES],
+)
 def test_a_notebook_runs_without_an_error_and_shows_what_is_stored(name: str) -> None:
     """It also shows that no output depends on a clock, a path or the order of threads."""
     assert outputs(executed(name)) == outputs(read(name))
@@ -46,3 +52,11 @@ def test_the_five_classic_hangs_are_named_with_their_lines_in_under_a_second() -
     assert len(named) == 6  # five, and two that both receive
     assert not any("False" in text for text in shown)
     assert all(re.search(r"at cell In\[\d+\]:\d+ in \w+", text) for text in named)
+
+
+def test_each_race_is_named_with_its_lines_and_mended() -> None:
+    shown = ["".join(o.get("text", "") for o in show) for show in outputs(read(RACES))]
+    named = [text for text in shown if "1 race\n" in text]
+    assert len(named) == 4
+    assert all(len(re.findall(r"cell In\[\d+\]:\d+, in <module>\n", text)) == 2 for text in named)
+    assert sum(text.endswith("no races\n") for text in shown) == 4

@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 import torch
 
 from echelon.errors.message_text import counted
+from echelon.process.notebook import place_name
 from echelon.testing.device.clocks import Finding, Operation
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -36,7 +37,7 @@ class Frame(NamedTuple):
         return not self.is_ours and not self.file.startswith((_TORCH, "<"))
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}, in {self.function}"
+        return f"{place_name(self.file)}:{self.line}, in {self.function}"
 
 
 @final

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,9 @@ Stack: TypeAlias = tuple[Frame, ...]
 Costs: TypeAlias = Callable[[str, int], float]
 
 _in_use = Lock()
+# A thread of autograd drops a backward that is over when it gets the GIL, and would abort the
+# process if that is at the end of the interpreter.
+_LETS_GO_S = 0.02
 _HOST = -1  # the line of the host, and the pool of its memory
 
 
@@ -257,6 +262,7 @@ def simulated_device(
         stack.callback(library.watch, False)
         stack.enter_context(torch.autograd.set_multithreading_enabled(has_own_thread))
         yield SimulatedDevice(order, costs)
+        torch.accelerator.synchronize()  # what peers wait for, before the process may end
 
 
 def _reading(name: str) -> Callable[..., Any]:
@@ -281,6 +287,7 @@ def install() -> bool:
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     register_backend()
     register_generators(torch_module)
+    atexit.register(time.sleep, _LETS_GO_S)
     leaf = torch.ones((), device=torch_module.DEVICE, requires_grad=True)
     try:
         leaf.backward()
