@@ -33,6 +33,9 @@ MAY_RUN_DATA = {
         "torch.load": "with weights_only=True",
         "dcp_to_torch_save": "only where the user has said --trust-pickle",
     },
+    "testing.device.cuda_names": {
+        "torch.load": "what a script calls, with all that it gives but the name of the device",
+    },
     "launch.simulated_job": {"exec": "the script that the user starts"},
     "launch.served_program": {
         "exec": "the script that the user starts",

@@ -16,7 +16,7 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     "launch.loopback_rendezvous",
     "testing.device",
 }
-MAY_ASK_FOR_DEVICE_TYPE = {"comm.streams"}
+MAY_ASK_FOR_DEVICE_TYPE = {"comm.streams", "testing.device.cuda_names"}
 
 
 def foreign_to_torch_distributed(modules: Modules) -> list[str]:
