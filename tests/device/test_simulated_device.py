@@ -181,6 +181,17 @@ def drops_what_another_stream_uses() -> None:
         torch.ones(4, device="sim")
 
 
+def records_a_stream_that_waits_too_late() -> None:
+    user, recorded, x = torch.Stream("sim"), torch.Stream("sim"), torch.ones(4, device="sim")
+    user.wait_stream(current())
+    with user:
+        x.sum()
+    x.record_stream(recorded)
+    del x
+    recorded.wait_stream(user)  # which the allocator does not ask any more
+    torch.ones(4, device="sim")
+
+
 def reads_a_copy_that_is_not_done() -> None:
     host = torch.empty(4).pin_memory()
     host.copy_(torch.ones(4, device="sim"), non_blocking=True)
@@ -204,6 +215,7 @@ RACES = {
     writes_before_a_read_is_done: ("write after read", "sum", "add.out"),
     writes_twice: ("write after write", "fill_", "fill_"),
     drops_what_another_stream_uses: ("use after free", "sum", "allocation"),
+    records_a_stream_that_waits_too_late: ("use after free", "sum", "allocation"),
     reads_a_copy_that_is_not_done: ("read after write", "copy_", "sum"),
     lists_a_copy_that_is_not_done: ("read after write", "copy_", "read"),
     fills_a_pinned_buffer_again: ("write after read", "copy_", "fill_"),

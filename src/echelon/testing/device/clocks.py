@@ -4,13 +4,14 @@ This file knows nothing of torch, and nothing of how an operation runs.
 
 A *line* does its work in order: a stream, a thread of the host, a communicator. Each line counts
 its operations, and knows up to which operation of each other line all is done before its own next
-one. Operations run at once and in program order; the clocks say whether the waits that were issued
-would have ordered them on a device. So one run finds the races of all timings of the program.
+one. Operations are noted in the order in which the program issues them, whenever they run; the
+clocks say whether its waits would order them on any device. So one run finds the races of all
+timings of the program.
 
 An access of a line is *before* now of another line if that line knows of it. Two accesses of the
 same bytes, one of which writes, must have an order. Memory belongs to the line on which it was
 allocated, and is used again in the order of that line as soon as it is freed, as by the caching
-allocator of CUDA. So an allocation is a write of its line, and so is freeing.
+allocator of CUDA. So an allocation is a write of its line.
 """
 
 from __future__ import annotations
@@ -121,11 +122,10 @@ class Memory:
     Attributes:
         pool: the line in whose order it is used again; None: it is not, or only when it is idle.
         nbytes: its length.
-        on_host: whether it is memory of the host.
     """
 
-    def __init__(self, pool: Line | None, nbytes: int, *, on_host: bool = False) -> None:
-        self.pool, self.nbytes, self.on_host = pool, nbytes, on_host
+    def __init__(self, pool: Line | None, nbytes: int) -> None:
+        self.pool, self.nbytes = pool, nbytes
         self._other_users: set[Line] = set()
         # By line, range and whether it writes: the last such access. Earlier ones are before it.
         self._accesses: dict[tuple[Line, int, int, bool], Access] = {}
@@ -154,18 +154,19 @@ class Memory:
         """Be used again only after what ``line`` has done when it is freed: ``record_stream``."""
         self._other_users.add(line)
 
+    def free(self) -> None:
+        """Be given back: it waits for what the other users know now, and not for more."""
+        for key, access in list(self._accesses.items()):
+            if any(line.knows(access.line, access.tick) for line in self._other_users):
+                del self._accesses[key]
+
     def uses_after(self) -> list[Operation]:
-        """The operations that may still use it when its pool hands it out again now."""
+        """The operations that may still use it, which is free, if its pool hands it out now."""
         pool = self.pool
         if pool is None:
             return []
-        ordered = (
-            pool,
-            *self._other_users,
-        )  # of the others, an event was recorded when it was freed
         return [
             access.operation
             for access in self._accesses.values()
-            if access.line is not pool
-            and not any(line.knows(access.line, access.tick) for line in ordered)
+            if access.line is not pool and not pool.knows(access.line, access.tick)
         ]

@@ -40,6 +40,7 @@ class Races:
 
     def free(self, memory: Memory) -> None:
         """Memory was given back."""
+        memory.free()
         if memory.pool is not None and memory.uses_after():
             self._given_back.setdefault(memory.pool, []).append(memory)
 
@@ -53,12 +54,6 @@ class Races:
         """What may still use memory that was given back and was not handed out since."""
         freed = [memory for each in self._given_back.values() for memory in each]
         return [operation for memory in freed for operation in memory.uses_after()]
-
-    def take(self, other: Races) -> None:
-        """Take over what was found on another rank."""
-        self.findings += other.findings
-        for pool, memories in other._given_back.items():
-            self._given_back.setdefault(pool, []).extend(memories)
 
     def _note(self, findings: Sequence[Finding]) -> None:
         for finding in findings:

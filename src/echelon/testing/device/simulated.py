@@ -143,9 +143,8 @@ class SimulatedDevice:
                 for each in self._lines.values():
                     self._host.join(each.now())
             case _Kind.ALLOCATE:
-                on_host = line == _HOST
-                pool = None if on_host else self._line(line)
-                self._memories[number] = Memory(pool, nbytes, on_host=on_host)
+                pool = None if line == _HOST else self._line(line)
+                self._memories[number] = Memory(pool, nbytes)
                 if pool is not None:
                     pool.join(self._host.now())
                     operation = self._operation(name, stack, line)
