@@ -1,8 +1,9 @@
 """Process groups as devices have them: collectives are work of a stream of their communicator.
 
 A collective begins after what was issued on the current stream, and ``Work.wait`` lets the current
-stream wait for it, not the host. Values travel over gloo, from and to the memory of the device.
-Tensors of the CPU go to gloo directly.
+stream wait for it, not the host. The first one of a group waits on the host until all ranks have
+come, as NCCL makes its communicator then. Values travel over gloo, from and to the memory of the
+device. Tensors of the CPU go to gloo directly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from echelon.comm.streams import device_of
+from echelon.errors import StateError
 from echelon.process.background_threads import run_in_background
 from echelon.testing.device import torch_module
 from echelon.testing.device.native import device_library
@@ -111,6 +113,25 @@ class SimulatedGroup:
         self._rank, self._size, self._engine = rank, size, engine
         self._stream = torch.Stream(torch_module.DEVICE)
         self._coalesced: list[_Issued] | None = None
+        self._has_met = False
+
+    def _meet(self) -> None:
+        """Wait on the host for all ranks, as the first collective of a communicator does.
+
+        Raises:
+            StateError: some have not come within the time-out of the group.
+        """
+        if self._has_met:
+            return
+        try:
+            self._engine.barrier(c10d.BarrierOptions()).wait()
+        except RuntimeError as error:
+            raise StateError(
+                "the first collective of a group waits for all of its ranks, as NCCL does, and some "
+                "did not come: ranks that use two groups for the first time in different orders "
+                "wait for one another"
+            ) from error
+        self._has_met = True
 
     def _issue(
         self,
@@ -129,6 +150,8 @@ class SimulatedGroup:
                 work.wait()
                 after(outputs)
             return work
+        if method not in ("send", "recv"):
+            self._meet()
         host_args = tree_map_only(Tensor, device_library().host_view, list(args))
         host_outputs = [device_library().host_view(output) for output in outputs]
         step = _Collective(getattr(self._engine, method), host_args, host_outputs, after)
