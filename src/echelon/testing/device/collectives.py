@@ -127,9 +127,9 @@ class SimulatedGroup:
             self._engine.barrier(c10d.BarrierOptions()).wait()
         except RuntimeError as error:
             raise StateError(
-                "the first collective of a group waits for all of its ranks, as NCCL does, and some "
-                "did not come: ranks that use two groups for the first time in different orders "
-                "wait for one another"
+                "the first collective of a group waits for all of its ranks, as NCCL does, and "
+                "some did not come: ranks that use two groups for the first time in different "
+                "orders wait for one another"
             ) from error
         self._has_met = True
 
