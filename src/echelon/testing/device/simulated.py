@@ -52,7 +52,11 @@ class Order(Enum):
 class _Kind(Enum):
     """Entries of the journal, as ``csrc/journal.h`` has them."""
 
-    OPERATION, RECORD, WAIT, HOST_WAIT, HOST_LINE, HOST_ALL, ALLOCATE, FREE, OUTLIVES = range(9)
+    OPERATION, RECORD, WAIT, HOST_WAIT, HOST_LINE, HOST_ALL = range(6)
+    ALLOCATE, FREE, OUTLIVES, FORGET = range(6, 10)
+
+
+_OF_MEMORY = {_Kind.ALLOCATE, _Kind.FREE, _Kind.OUTLIVES}
 
 
 @final
@@ -72,6 +76,7 @@ class SimulatedDevice:
         self.host_waits: Counter[Stack] = Counter()
         self._costs = costs
         self._library = device_library()
+        self._looking = Lock()
         self._races = Races()
         self._host = Line("the host")
         self._lines = {0: Line("the default stream")}
@@ -92,9 +97,13 @@ class SimulatedDevice:
         )
 
     def look(self) -> None:
-        """Take what was asked of the device since the last time into account."""
-        for kind, *entry in self._library.journal():
-            self._enter(_Kind(kind), *entry)
+        """Take what was asked of the device since the last time into account.
+
+        Called now and then, in any thread, it keeps the memory small that a long program takes.
+        """
+        with self._looking:
+            for kind, *entry in self._library.journal():
+                self._enter(_Kind(kind), *entry)
 
     def finished_at(self, stream: torch.Stream | None = None) -> float:
         """When the work of a stream that was issued so far is over, or all work, by the costs."""
@@ -123,31 +132,43 @@ class SimulatedDevice:
         name: str,
         accesses: Sequence[tuple[int, int, int, tuple[int, ...], tuple[int, ...], bool]],
     ) -> None:
+        if kind is _Kind.OPERATION:
+            self._operate(self._line(line), self._operation(name, stack, line), accesses)
+        elif kind in _OF_MEMORY:
+            self._manage(kind, line, number, nbytes, stack)
+        else:
+            self._order(kind, line, number, self._stack(stack))
+
+    def _order(self, kind: _Kind, line: int, number: int, stack: Stack) -> None:
+        """An event, or a wait for one."""
+        if kind in (_Kind.WAIT, _Kind.HOST_WAIT):
+            self.waits[stack] += 1
+        if kind in (_Kind.HOST_WAIT, _Kind.HOST_LINE, _Kind.HOST_ALL):
+            self.host_waits[stack] += 1
         match kind:
-            case _Kind.OPERATION:
-                self._operate(self._line(line), self._operation(name, stack, line), accesses)
             case _Kind.RECORD:
                 self._events[number] = self._line(line).now()
+            case _Kind.FORGET:
+                self._events.pop(number, None)
             case _Kind.WAIT:
-                self.waits[self._stack(stack)] += 1
                 self._wait(self._line(line), number)
             case _Kind.HOST_WAIT:
-                self.waits[self._stack(stack)] += 1
-                self.host_waits[self._stack(stack)] += 1
                 self._wait(self._host, number)
             case _Kind.HOST_LINE:
-                self.host_waits[self._stack(stack)] += 1
                 self._host.join(self._line(line).now())
             case _Kind.HOST_ALL:
-                self.host_waits[self._stack(stack)] += 1
                 for each in self._lines.values():
                     self._host.join(each.now())
+
+    def _manage(self, kind: _Kind, line: int, number: int, nbytes: int, stack: int) -> None:
+        """What the allocator has done."""
+        match kind:
             case _Kind.ALLOCATE:
                 pool = None if line == _HOST else self._line(line)
                 self._memories[number] = Memory(pool, nbytes)
                 if pool is not None:
                     pool.join(self._host.now())
-                    operation = self._operation(name, stack, line)
+                    operation = self._operation("allocation", stack, line)
                     self._races.allocate(pool, operation)
                     everything = [(self._memories[number], ((0, nbytes),))]
                     self._launch(pool, operation, writes=everything)

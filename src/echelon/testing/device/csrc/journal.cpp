@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <map>
+#include <mutex>
 #include <unordered_map>
 
 namespace sim::journal {
@@ -32,6 +33,8 @@ std::unordered_map<std::string, uint64_t> numbers;
 std::unordered_map<uint64_t, uint64_t> of_forward;  // by sequence number of autograd
 std::map<const char*, std::pair<size_t, uint64_t>> memories;  // by start: length, number
 uint64_t next_event = 1;
+std::mutex forgetting;
+std::vector<uint64_t> forgotten;
 uint64_t next_memory = 1;
 std::set<std::pair<std::string, int>> dropped;  // lines whose waits are left out
 
@@ -101,7 +104,12 @@ bool is_on() {
 
 std::vector<Entry> take() {
   Locked locked;
-  return std::exchange(entries, {});
+  auto taken = std::exchange(entries, {});
+  std::lock_guard guard(forgetting);
+  for (uint64_t event : std::exchange(forgotten, {})) {
+    taken.push_back({Kind::Forget, HOST, event, 0, 0, "", {}});
+  }
+  return taken;
 }
 
 void drop(std::set<std::pair<std::string, int>> lines) {
@@ -147,6 +155,13 @@ void operation(const char* name, int line, std::vector<Access> accesses, uint64_
 uint64_t record(int line) {
   add(Kind::Record, line, next_event);
   return next_event++;
+}
+
+void forget(uint64_t event) {
+  std::lock_guard guard(forgetting);
+  if (on) {
+    forgotten.push_back(event);
+  }
 }
 
 void waits(int line, uint64_t event) {

@@ -24,6 +24,7 @@ enum class Kind : int {
   Allocate,   // memory `number` of `nbytes`, of the pool of `line`, or of the host
   Free,       // memory `number`
   Outlives,   // memory `number` is used on `line`, too
+  Forget,     // event `number` is not waited for any more
 };
 
 // The bytes of a tensor: of a memory, from an offset, with sizes and strides in elements.
@@ -66,6 +67,8 @@ uint64_t here();
 
 void operation(const char* name, int line, std::vector<Access> accesses, uint64_t stack);
 uint64_t record(int line);
+// An event that was recorded anew, or destroyed, which garbage may be in any thread.
+void forget(uint64_t event);
 void waits(int line, uint64_t event);
 void host_waits(uint64_t event);
 void host_waits_for_line(int line);

@@ -320,6 +320,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Locked locked;
     if (*event == nullptr) {
       *event = new Event();
+    } else {
+      journal::forget(static_cast<Event*>(*event)->number);
     }
     auto line = static_cast<int>(stream.id());
     *static_cast<Event*>(*event) = {now(line), journal::record(line)};
@@ -358,7 +360,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     raise_deferred();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Event*>(event);
+    if (event != nullptr) {
+      journal::forget(static_cast<Event*>(event)->number);
+      delete static_cast<Event*>(event);
+    }
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     memory::use_on(data.get_context(), static_cast<int>(stream.id()));
