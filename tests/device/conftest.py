@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from echelon.testing.device.collectives import NAME, register_backend
+from echelon.testing.device.collectives import NAME
 from echelon.testing.device.simulated import install
 from tests.rank_zero import fake_engine
 
@@ -20,7 +20,6 @@ def four_ranks() -> Iterator[None]:
         patch.setattr(
             c10d, "ProcessGroupGloo", lambda store, rank, size, timeout: fake_engine(rank, size)
         )
-        register_backend()
         dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=4)
         yield
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from echelon.errors import StateError
 from echelon.testing.device import simulated_device
-from echelon.testing.device.collectives import NAME, SimulatedGroup, register_backend
+from echelon.testing.device.collectives import NAME, SimulatedGroup
 from echelon.testing.device.simulated import install
 from tests.device.compiler import needs_compiler
 from tests.device.programs import OverAtOnce
@@ -25,7 +25,6 @@ pytestmark = needs_compiler
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     install()
-    register_backend()
     dist.init_process_group(NAME, store=c10d.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

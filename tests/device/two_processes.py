@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from echelon.testing.device.collectives import NAME, register_backend
+from echelon.testing.device.collectives import NAME
 from echelon.testing.device.simulated import Order, install, simulated_device
 
 ORDERS = ((Order.EAGER, 0), (Order.LAZY, 0), (Order.RANDOM, 1), (Order.RANDOM, 2))
@@ -214,7 +214,6 @@ def main(folder: str, name: str) -> None:
     """Run a program in every order."""
     torch.set_num_threads(1)
     install()
-    register_backend()
     dist.init_process_group(
         NAME, init_method=f"file://{folder}/store", rank=int(os.environ["RANK"]), world_size=2
     )

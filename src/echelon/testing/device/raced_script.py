@@ -17,7 +17,6 @@ import torch
 
 from echelon.process.atomic_files import replace_file
 from echelon.process.background_threads import run_in_background
-from echelon.testing.device.collectives import register_backend
 from echelon.testing.device.cuda_names import served_cuda
 from echelon.testing.device.simulated import (
     Order,
@@ -33,7 +32,6 @@ def main(folder: str, order: str, seed: str, script: str, *arguments: str) -> No
     """Run the script as ``__main__``; what is found is written even if it raises."""
     rank = int(os.environ.get("RANK", "0"))
     install()
-    register_backend()
     torch.manual_seed(0)  # or a script without a seed would see other values in each run
     random.seed(0)
     sys.argv = [script, *arguments]
