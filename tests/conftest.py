@@ -44,7 +44,7 @@ COSTLY_WORLDS = {"processes", "gloo"}
 IN_EVERY_WORLD = {"attacks", "c10d", "checkpoint", "cli", "comm", "cuda", "diagnosis", "launch"}
 IN_EVERY_WORLD |= {"laws", "process"}
 LONG = {"comm", "torch_dist", "cli", "c10d", "launch", "test_examples.py", "test_benchmarks.py"}
-LEAVES_A_DEVICE = "device"
+LEAVE_A_DEVICE = {"device", "notebooks"}
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # These serve all processes of a session and end with it. A rank is a child of the forkserver, not
 # of pytest, and would show the same command line.
@@ -204,7 +204,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def turn(item: pytest.Item) -> int:
     """When the file of a test is handed out, the lowest first."""
     folder = item.path.parent.name
-    return 2 if folder == LEAVES_A_DEVICE else folder not in LONG and item.path.name not in LONG
+    return 2 if folder in LEAVE_A_DEVICE else folder not in LONG and item.path.name not in LONG
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

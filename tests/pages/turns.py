@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "reference" / "turns.md"
 # What is in states whose attributes have no table.
 _WORDS = {
     "torch": "The random stream of torch on the CPU.",
-    "cuda": "The random streams of torch on CUDA devices, once CUDA has begun.",
+    "accelerator": "The random streams of torch on devices such as CUDA's, once those have begun.",
     "random": "The random stream of Python's `random`.",
     "numpy": "NumPy's global generator.",
     "default dtype": "What `torch.set_default_dtype` sets.",

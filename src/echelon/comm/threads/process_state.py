@@ -25,6 +25,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from functools import partial, wraps
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -229,13 +230,15 @@ def register_generators(module: Any) -> None:
         if states is not None and module.is_initialized():
             module.set_rng_state_all(states)
 
-    register_state(module.__name__, save, restore)
+    register_state("accelerator", save, restore)
 
 
 _restore_torch: Callable[[Any], Any] = torch.default_generator.set_state
 register_state("torch", torch.default_generator.get_state, _restore_torch)
 _accelerator = torch.accelerator.current_accelerator()
-if _accelerator is not None and _accelerator.type != "mps":  # which has one for all ranks
+if _accelerator is None or _accelerator.type == "mps":  # which has one for all ranks
+    register_state("accelerator", NoneType, lambda nothing: None)  # ``NoneType()`` is fast
+else:
     register_generators(torch.get_device_module(_accelerator))
 _python_stream = PythonStream()
 register_state("random", _python_stream.save, _python_stream.restore)
