@@ -388,15 +388,19 @@ def test_a_second_gradient_after_the_first_was_reduced_is_refused_by_name(shared
         ec.run(recomputed_and_called, 2, args=(shared,))
 
 
+def moves_in_backward(world: ec.World, loss: Tensor) -> list[str]:
+    """The gathers and releases of units in a backward."""
+    with events_of(world.rank, "fsdp.gather", "fsdp.release") as events:
+        loss.backward()
+    return [f"{event.name[5:]} {event.facts['unit']}" for event in events]
+
+
 def frozen_after_wrapping(world: ec.World) -> list[str]:
     """What happens to the units in a backward, when a parameter of each was frozen later."""
     model = sharded(world, build(FrozenScale))
     for unit in model.module.units:
         unit.linear.bias.requires_grad_(False)
-    loss = loss_of(model, world.rank)
-    with events_of(world.rank, "fsdp.gather", "fsdp.release") as events:
-        loss.backward()
-    return [f"{event.name[5:]} {event.facts['unit']}" for event in events]
+    return moves_in_backward(world, loss_of(model, world.rank))
 
 
 def test_a_unit_does_not_wait_for_parameters_that_were_frozen_later() -> None:
@@ -422,10 +426,7 @@ def called_twice(world: ec.World) -> list[str]:
     rule = ec.units.by_type(nn.Linear)
     model = ec.FSDP(CalledTwice(), world.group, units=rule, min_num_params=0, precision=low)
     model.module.twice.bias.requires_grad_(False)
-    loss = model(torch.randn(2, WIDTH)).sum()
-    with events_of(world.rank, "fsdp.gather", "fsdp.release") as events:
-        loss.backward()
-    return [f"{event.name[5:]} {event.facts['unit']}" for event in events]
+    return moves_in_backward(world, model(torch.randn(2, WIDTH)).sum())
 
 
 def test_a_unit_of_another_dtype_that_ran_twice_waits_for_no_parameter_that_was_frozen() -> None:

@@ -63,15 +63,17 @@ class Silent(nn.Module):
         self.scale = nn.Parameter(torch.empty(2))
 
 
-def test_a_module_that_makes_no_values_is_an_error_on_every_rank() -> None:
-    def main(world: World) -> str:
-        with torch.device("meta"):
-            stages = [nn.Linear(2, 2), Silent()]
-        with pytest.raises(ArgumentError) as caught:
-            ec.Pipeline(stages, world.group, microbatches=2)
-        return str(caught.value)
+def refused_on_meta(world: World, stage: type[nn.Module]) -> str:
+    """Why a pipeline whose second stage is of this kind cannot start from meta."""
+    with torch.device("meta"):
+        stages = [nn.Linear(2, 2), stage()]
+    with pytest.raises(ArgumentError) as caught:
+        ec.Pipeline(stages, world.group, microbatches=2)
+    return str(caught.value)
 
-    for text in ec.run(main, 2):
+
+def test_a_module_that_makes_no_values_is_an_error_on_every_rank() -> None:
+    for text in ec.run(refused_on_meta, 2, args=(Silent,)):
         assert text.startswith("rank 1 cannot make values of its stages: '1.scale' is on meta")
 
 
@@ -84,14 +86,7 @@ class Scaled(nn.Linear):
 
 
 def test_a_tensor_that_its_module_does_not_write_is_an_error_on_every_rank() -> None:
-    def main(world: World) -> str:
-        with torch.device("meta"):
-            stages = [nn.Linear(2, 2), Scaled()]
-        with pytest.raises(ArgumentError) as caught:
-            ec.Pipeline(stages, world.group, microbatches=2)
-        return str(caught.value)
-
-    for text in ec.run(main, 2):
+    for text in ec.run(refused_on_meta, 2, args=(Scaled,)):
         assert text.startswith("rank 1 cannot make values of its stages: reset_parameters() of")
         assert "wrote no values into '1.scale': " in text
 
